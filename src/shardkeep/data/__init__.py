@@ -1,0 +1,1 @@
+"""Loaders whose position is a number."""

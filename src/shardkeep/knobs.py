@@ -1,0 +1,91 @@
+"""Every tunable in one place: its unit, default and environment override.
+
+Knobs change speed, patience and limits, never what is written or promised. Each is read when used, from
+`SHARDKEEP_<NAME>`; tests set them through `override`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from shardkeep.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """One integer or float setting. `minimum` is inclusive."""
+
+    name: str
+    default: float
+    unit: str
+    minimum: float
+    purpose: str
+
+
+def _knob(name: str, default: float, unit: str, minimum: float, purpose: str) -> Knob:
+    return Knob(name=name, default=default, unit=unit, minimum=minimum, purpose=purpose)
+
+
+KNOBS: Final = {
+    knob.name: knob
+    for knob in (
+        _knob("BARRIER_TIMEOUT_S", 1800.0, "s", 0.1, "how long a rank waits for its peers in one phase"),
+        _knob("IO_THREADS", 2, "threads", 1, "threads that write or read blocks of one checkpoint per rank"),
+        _knob("RING_BLOCKS", 6, "blocks of 8 MiB", 2, "host memory a blocking save or a load may use"),
+        _knob("SHARD_BYTES", 5_000_000_000, "bytes", 1 << 20, "size at which a new shard file is begun"),
+        _knob("READ_GAP_BYTES", 1 << 20, "bytes", 0, "gap between wanted ranges that one read may span"),
+        _knob("RETRIES", 4, "tries", 0, "repeats of a retryable storage call before its error is raised"),
+        _knob("RETRY_BASE_S", 0.2, "s", 0.0, "first pause between retries; doubles each time, with jitter"),
+        _knob("RECORD_BYTES", 1 << 30, "bytes", 1 << 10, "largest JSON record or digest file that is read"),
+    )
+}
+
+_overrides: dict[str, float] = {}
+
+
+def get_knob(name: str) -> float:
+    """Return the knob's value: test override, else environment, else default.
+
+    Raises:
+        UsageError: the environment holds something that is not a number at or above the minimum.
+    """
+    knob = KNOBS[name]
+    if name in _overrides:
+        return _overrides[name]
+    text = os.environ.get(f"SHARDKEEP_{name}")
+    if text is None:
+        return knob.default
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not value >= knob.minimum:
+        raise UsageError(
+            f"SHARDKEEP_{name}={text!r}: expected a number of {knob.unit}, at least {knob.minimum:g}",
+            advice=f"unset SHARDKEEP_{name} to use the default, {knob.default:g}",
+        )
+    return value
+
+
+def get_int(name: str) -> int:
+    """Return a knob that counts things."""
+    return int(get_knob(name))
+
+
+@contextlib.contextmanager
+def override(**values: float) -> Iterator[None]:
+    """Set knobs for the length of a `with` block; for tests, one process at a time."""
+    unknown = sorted(set(values) - set(KNOBS))
+    if unknown:
+        raise UsageError(f"no such knob: {', '.join(unknown)}; there are {', '.join(sorted(KNOBS))}")
+    before = dict(_overrides)
+    _overrides.update(values)
+    try:
+        yield
+    finally:
+        _overrides.clear()
+        _overrides.update(before)

@@ -1,0 +1,1 @@
+"""When to save, what to keep, how to resume: policy only."""

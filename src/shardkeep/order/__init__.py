@@ -1,0 +1,1 @@
+"""The order of samples as a pure function of seed, epoch and position."""

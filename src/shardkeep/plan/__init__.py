@@ -1,0 +1,1 @@
+"""Decisions as pure functions over frozen values: no torch, files, clock or random."""

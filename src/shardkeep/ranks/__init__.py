@@ -1,0 +1,1 @@
+"""Peers: the `Group` protocol and its implementations. Knows no bytes on disk and no tensors."""

@@ -1,0 +1,1 @@
+"""What a tensor is, without its bytes: dtypes, chunks, layouts. Pure: no torch, no files."""

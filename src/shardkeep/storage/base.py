@@ -1,0 +1,93 @@
+"""The `Store` protocol: bytes under string keys, and nothing that an object store lacks.
+
+Keys are relative, `/`-separated, made of the names in `format.names`; no `.`/`..` parts, never absolute. Calls are
+synchronous and may be made from several threads. There is no rename, append or link: what becomes visible
+under a key is whole, except a `writer`'s object, which readers must reach through a commit record.
+
+Every exception that leaves a store is a `StorageError` (or `NotFound`); `retryable` says whether the same call
+may succeed later. Who calls it: only `engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a store can do; `engine` asks this and never the type.
+
+    Attributes:
+        exclusive_create: `put(if_absent=True)` is atomic between machines.
+        write_offsets_multiple_bytes: `write_at` offsets must be multiples of this, in any order (1: anything goes).
+        shared: every rank of the job sees the same objects.
+    """
+
+    exclusive_create: bool
+    write_offsets_multiple_bytes: int
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """An object's key and size."""
+
+    key: str
+    size_bytes: int
+
+
+class ObjectWriter(Protocol):
+    """Writes one object of a size known before. `write_at` may be called from several threads."""
+
+    def write_at(self, offset: int, block: memoryview) -> None:
+        """Write a block. Blocks do not overlap; together they cover `[0, size)`."""
+
+    def finish(self) -> None:
+        """Make the object durable: on return it survives a power cut, its directory entry included.
+
+        Raises StorageError if any byte of `[0, size)` was not written or could not be made durable; after
+        that the object is abandoned, never retried.
+        """
+
+    def abort(self) -> None:
+        """Give up: remove what was written, as far as possible. Never raises; harmless after `finish`."""
+
+
+class Store(Protocol):
+    """Bytes under keys. See the module's docstring for the rules."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+        """Store a small object as a whole, durable on return, visible all at once.
+
+        With `if_absent` the object must not exist: AlreadyExists, unless it holds identical bytes (an
+        answer that got lost was retried), which is success.
+        """
+
+    def writer(self, key: str, size_bytes: int) -> ObjectWriter:
+        """Begin a large object. OutOfSpace is raised here already where space can be reserved."""
+
+    def get(self, key: str, *, limit_bytes: int) -> bytes:
+        """Return a whole object. Raises NotFound; Corrupt when it is larger than the limit."""
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with bytes `offset ..`; a short object is Corrupt (it names expected and found)."""
+
+    def head(self, key: str) -> ObjectInfo:
+        """Return an object's size. Raises NotFound."""
+
+    def list_objects(self, prefix: str) -> list[ObjectInfo]:
+        """Return every object whose key starts with `prefix`, ascending by key."""
+
+    def list_folders(self, prefix: str) -> list[str]:
+        """Return the names of the folders right below `prefix` (which ends in `/` or is empty), ascending."""
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects, durable on return, in the order given; missing ones are no error."""
