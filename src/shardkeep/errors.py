@@ -153,14 +153,27 @@ class Denied(StorageError):
 
 
 class PeerFailure(CheckpointError):
-    """Other ranks failed; `causes` maps each failed rank to its error text."""
+    """Other ranks failed; `causes` maps each failed rank to its error text, `exit_codes` to that error's exit code."""
 
     exit_code = 40
 
-    def __init__(self, message: str, *, causes: dict[int, str] | None = None, **where: object) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        causes: dict[int, str] | None = None,
+        exit_codes: dict[int, int] | None = None,
+        **where: object,
+    ) -> None:
         self.causes = dict(causes or {})
+        self.exit_codes = dict(exit_codes or {})
         lines = "".join(f"\n  rank {rank}: {cause}" for rank, cause in sorted(self.causes.items()))
         super().__init__(message + lines, **where)  # type: ignore[arg-type]  # step, rank, key, advice
+
+    @property
+    def transient(self) -> bool:
+        """Whether only storage or peers failed, so that a later try may succeed."""
+        return all(code in (StorageError.exit_code, PeerFailure.exit_code) for code in self.exit_codes.values())
 
 
 class BarrierTimeout(PeerFailure):

@@ -6,7 +6,7 @@ values; `engine` moves bytes through the two calls of `HostBytes` and never sees
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from shardkeep.spec.chunks import Chunk
@@ -70,6 +70,26 @@ class LocalTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A tensor that is stored as part of another one, because both lie on one storage and overlap.
+
+    Attributes:
+        base: key of the stored 1-D tensor, `<key of its first view>#storage`.
+        offset_bytes: where the view's first element begins in the base's bytes.
+        dtype, shape, strides: the view; strides count elements of `dtype` (not bytes).
+        role, trainable: as in `LocalTensor`, for the view by itself.
+    """
+
+    base: str
+    offset_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    role: Role
+    trainable: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
     """A live state taken apart on one rank at one moment.
 
@@ -78,6 +98,7 @@ class Captured:
         aliases: tied tensors: key -> the key in `tensors` that holds the same elements in the same order.
         values: name -> value of the plain-Python part, not yet encoded; names as `scheduler`, `optimizer/groups`,
             `optimizer/param/<name>`, `rng`. Tensors inside stand as `TensorRef`.
+        views: key -> the part of a tensor in `tensors` that it is; such keys are neither tensors nor aliases.
         per_rank_values: names in `values` that differ between ranks by nature (`rng`, `PerRank`).
     """
 
@@ -85,6 +106,7 @@ class Captured:
     aliases: dict[str, str]
     values: dict[str, Any]
     per_rank_values: frozenset[str] = frozenset()
+    views: dict[str, View] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +136,13 @@ class Catalog:
     Attributes:
         tensors: key -> what is stored, aliases included (an alias has its target's fields).
         aliases: tied key -> the key that holds its elements.
-        values: name -> decoded value for this rank.
-        differing: names of values that differ between the saving ranks.
+        values: name -> decoded value for this rank: its own where a rank of its number saved, else a holder's.
+        differing: values that differ between the saving ranks (`rng` and other per-rank ones included): name -> the
+            values by saving rank, None where a rank lacks it; an empty tuple when `same_ranks`.
         same_ranks: the checkpoint was saved by as many ranks as now restore, so per-rank state is this rank's own.
         world_size: ranks that saved it.
+        views: key -> the part of a stored tensor that it is; such keys are not in `tensors`. A
+            restore asks for it by its own key, whole; the engine reads it out of its base (`...#storage`).
     """
 
     tensors: dict[str, StoredTensor]
@@ -126,3 +151,4 @@ class Catalog:
     differing: dict[str, tuple[Any, ...]]
     same_ranks: bool
     world_size: int
+    views: dict[str, View] = field(default_factory=dict)

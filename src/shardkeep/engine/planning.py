@@ -1,0 +1,329 @@
+"""Agree on one plan for a save: which rank writes what, cached as long as nobody's structure changes.
+
+Two phases over the group. In the first every rank posts digests only; while they are as they were, that is all.
+In the second the lowest rank of each distinct structure (or set of values, or of fingerprints) posts it in full, the
+coordinator merges, and every rank reads the one result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+from msgspec import Struct
+
+from shardkeep import knobs
+from shardkeep.engine.fingerprints import combine, find_differing, fingerprint_tensors
+from shardkeep.errors import StateMismatch, UsageError
+from shardkeep.format.records import LayoutTable, ValueHolder, ViewRecord
+from shardkeep.format.values import encode_value
+from shardkeep.plan.coverage import find_coverage_problem
+from shardkeep.plan.owners import iter_pieces
+from shardkeep.plan.structure import (
+    HeldTensor,
+    Holding,
+    Structure,
+    decode_structure,
+    digest_table,
+    encode_structure,
+    plan_layout,
+)
+from shardkeep.ranks.base import Group
+from shardkeep.spec.tensors import Captured
+from shardkeep.types import Json
+
+
+class _Summary(Struct, kw_only=True):
+    """What a rank says of itself in the first phase: digests, and what it is about to save."""
+
+    step: int
+    structure: str
+    values: str
+    fingerprints: str
+
+
+class _Opening(Struct, kw_only=True):
+    """The coordinator's answer: the number of this try, and per kind the classes of ranks to hear in full.
+
+    No classes: nothing new there.
+    """
+
+    attempt: int
+    structure: tuple[tuple[int, ...], ...]
+    values: tuple[tuple[int, ...], ...]
+    fingerprints: tuple[tuple[int, ...], ...]
+
+
+class _Details(Struct, kw_only=True, omit_defaults=True):
+    structure: bytes = b""
+    values: dict[str, str] = {}
+    fingerprints: dict[str, str] = {}
+
+
+class _Merged(Struct, kw_only=True):
+    table: LayoutTable | None
+    holders: tuple[ValueHolder, ...]
+    differing: tuple[str, ...]
+    shard_limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """The plan of one save, the same on every rank.
+
+    Attributes:
+        digest: the plan digest, over the table and the world size.
+        attempt: the number of this try at the step.
+        holders, differing: as in `format.records.Facts`.
+        shard_limit_bytes: the coordinator's knob, so that all ranks cut alike.
+        captured, values: this rank's state; its values also encoded.
+    """
+
+    table: LayoutTable
+    digest: str
+    attempt: int
+    holders: tuple[ValueHolder, ...]
+    differing: tuple[str, ...]
+    shard_limit_bytes: int
+    captured: Captured
+    values: dict[str, Json]
+
+
+@dataclass(slots=True, kw_only=True)
+class PlanCache:
+    """What one rank remembers from its last agreed plan; `structures` on the coordinator only."""
+
+    table: LayoutTable | None = None
+    digest: str = ""
+    shard_limit_bytes: int = 0
+    structures: tuple[str, ...] = ()
+    differing: frozenset[str] = frozenset()
+
+
+def describe_structure(captured: Captured) -> Structure:
+    """Return what this rank holds, without bytes."""
+    held = tuple(
+        HeldTensor(
+            key=tensor.key,
+            section=tensor.section,
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            role=tensor.role,
+            mesh=tensor.mesh,
+            placements=tensor.placements,
+            chunks=tuple(piece.chunk for piece in tensor.pieces) if tensor.explicit else (),
+            explicit=tensor.explicit,
+            trainable=tensor.trainable,
+            per_rank=tensor.per_rank,
+            device=tensor.device,
+        )
+        for tensor in captured.tensors
+    )
+    views = {
+        key: ViewRecord(
+            base=view.base,
+            offset_bytes=view.offset_bytes,
+            dtype=view.dtype,
+            shape=view.shape,
+            strides=view.strides,
+            role=view.role,
+            trainable=view.trainable,
+        )
+        for key, view in captured.views.items()
+    }
+    return Structure(tensors=held, aliases=captured.aliases, views=views)
+
+
+def encode_values(captured: Captured) -> dict[str, Json]:
+    """Return the values as JSON. Raises UnsupportedState for what cannot be stored without pickle."""
+    return {name: encode_value(value, name) for name, value in sorted(captured.values.items())}
+
+
+def digest_values(values: Mapping[str, Json], per_rank: frozenset[str]) -> dict[str, str]:
+    """Return a digest of each value that should be the same on all ranks that have it."""
+    encoder = msgspec.json.Encoder()
+    return {
+        name: xxhash.xxh3_128_hexdigest(encoder.encode(value))
+        for name, value in values.items()
+        if name not in per_rank
+    }
+
+
+def agree_plan(
+    group: Group, cache: PlanCache, step: int, capture: Callable[[], Captured], choose_attempt: Callable[[], int]
+) -> Agreed:
+    """Return the plan that all ranks follow for this save.
+
+    Args:
+        capture: takes this rank's state apart; its exception stops every rank.
+        choose_attempt: run by the coordinator alone; its exception stops every rank.
+
+    Raises:
+        UnsupportedState: a value cannot be stored. StateMismatch: ranks hold different things under one name.
+        UsageError: ranks save different steps. PeerFailure: the same, found by another rank.
+    """
+    values: dict[str, Json] = {}
+    details = _Details()
+    taken: list[Captured] = []
+
+    def summarize() -> bytes:
+        captured = capture()
+        taken.append(captured)
+        values.update(encode_values(captured))
+        details.structure = encode_structure(describe_structure(captured))
+        details.values = digest_values(values, captured.per_rank_values)
+        if group.world_size > 1:
+            details.fingerprints = fingerprint_tensors(captured.tensors, skip=cache.differing)
+        summary = _Summary(
+            step=step,
+            structure=xxhash.xxh3_128_hexdigest(details.structure),
+            values=xxhash.xxh3_128_hexdigest(msgspec.json.encode(details.values)),
+            fingerprints=combine(details.fingerprints),
+        )
+        return msgspec.json.encode(summary)
+
+    answer = group.agree("save.open", summarize, lambda found: _open(found, cache, choose_attempt))
+    opening = msgspec.json.decode(answer, type=_Opening)
+    if opening.structure or opening.values:
+        merged = _exchange(group, cache, opening, details)
+        holders, differing = merged.holders, merged.differing
+    else:
+        holders, differing = (ValueHolder(0, tuple(sorted(values))),), ()
+    assert cache.table is not None
+    return Agreed(
+        table=cache.table,
+        digest=cache.digest,
+        attempt=opening.attempt,
+        holders=holders,
+        differing=differing,
+        shard_limit_bytes=cache.shard_limit_bytes,
+        values=values,
+        captured=taken[0],
+    )
+
+
+def _open(found: list[bytes], cache: PlanCache, choose_attempt: Callable[[], int]) -> bytes:
+    summaries = [msgspec.json.decode(data, type=_Summary) for data in found]
+    if len({s.step for s in summaries}) > 1:
+        steps = ", ".join(f"rank {rank}: {s.step}" for rank, s in enumerate(summaries))
+        raise UsageError(
+            f"the ranks are about to save different steps ({steps}); nothing was saved",
+            advice="call the manager with the same step on every rank",
+        )
+    structures = tuple(s.structure for s in summaries)
+    prints = {(s.structure, s.fingerprints) for s in summaries}
+    known = cache.structures == structures and len(prints) == len(set(structures))
+    cache.structures = structures
+    values = _pattern([s.values for s in summaries])
+    return msgspec.json.encode(
+        _Opening(
+            attempt=choose_attempt(),
+            structure=() if known else _pattern(structures),
+            values=() if known and len(values) == 1 else values,
+            fingerprints=() if known else _pattern([s.fingerprints for s in summaries]),
+        )
+    )
+
+
+def _exchange(group: Group, cache: PlanCache, opening: _Opening, details: _Details) -> _Merged:
+    """Run the second phase and remember its table."""
+    posted = _Details(
+        structure=details.structure if _is_lowest(group.rank, opening.structure) else b"",
+        values=details.values if _is_lowest(group.rank, opening.values) else {},
+        fingerprints=details.fingerprints if _is_lowest(group.rank, opening.fingerprints) else {},
+    )
+    try:
+        verdict = group.agree(
+            "save.plan", lambda: msgspec.json.encode(posted), lambda found: _merge(found, opening, cache)
+        )
+        merged = msgspec.json.decode(verdict, type=_Merged)
+        if merged.table is not None:
+            prove_coverage(group, merged.table)
+            cache.table = merged.table
+            cache.digest = digest_table(merged.table, group.world_size)
+            cache.shard_limit_bytes = merged.shard_limit_bytes
+            cache.differing = frozenset(merged.table.per_rank)
+    except BaseException:
+        cache.structures = ()
+        raise
+    return merged
+
+
+def _is_lowest(rank: int, classes: Sequence[Sequence[int]]) -> bool:
+    return any(ranks[0] == rank for ranks in classes)
+
+
+def _pattern(digests: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks grouped by equal digest, by ascending lowest rank."""
+    groups: dict[str, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        groups.setdefault(digest, []).append(rank)
+    return tuple(tuple(ranks) for ranks in groups.values())
+
+
+def _merge(found: list[bytes], opening: _Opening, cache: PlanCache) -> bytes:
+    details = [msgspec.json.decode(data, type=_Details) for data in found]
+    holders, differing = _place_values([(ranks[0], details[ranks[0]].values) for ranks in opening.values])
+    table = _merge_structures(details, opening, cache) if opening.structure else None
+    return msgspec.json.encode(
+        _Merged(table=table, holders=holders, differing=differing, shard_limit_bytes=knobs.get_int("SHARD_BYTES"))
+    )
+
+
+def _merge_structures(details: list[_Details], opening: _Opening, cache: PlanCache) -> LayoutTable:
+    holdings = [
+        Holding(ranks=ranks, structure=decode_structure(details[ranks[0]].structure)) for ranks in opening.structure
+    ]
+    roles = {tensor.key: tensor.role for holding in holdings for tensor in holding.structure.tensors}
+    differing = find_differing([(ranks[0], details[ranks[0]].fingerprints) for ranks in opening.fingerprints])
+    refused = [
+        f"{key}: the parameter's content on rank {a} is not that on rank {b}"
+        for key, (a, b) in differing.items()
+        if roles.get(key) == "parameter"
+    ]
+    if refused:
+        raise StateMismatch(
+            "parameters that should be the same on all ranks differ, so nothing was saved",
+            problems=refused,
+            advice="give each rank's parameter its own name (experts: their global number), "
+            "or wrap it in sk.PerRank(...) or sk.Sharded(...)",
+        )
+    return plan_layout(holdings, per_rank=frozenset(differing) | (cache.differing & set(roles)))
+
+
+def _place_values(tables: list[tuple[int, dict[str, str]]]) -> tuple[tuple[ValueHolder, ...], tuple[str, ...]]:
+    placed: set[str] = set()
+    holders: list[ValueHolder] = []
+    for rank, table in tables:
+        names = tuple(sorted(set(table) - placed))
+        placed.update(names)
+        if names or rank == 0:
+            holders.append(ValueHolder(rank, names))
+    return tuple(holders), tuple(find_differing(tables))
+
+
+def prove_coverage(group: Group, table: LayoutTable) -> None:
+    """Prove, split over the ranks by tensor, that the stored pieces tile every tensor.
+
+    Raises:
+        StateMismatch: on every rank (as PeerFailure where another rank found it).
+    """
+
+    def work() -> bytes:
+        problems: list[str] = []
+        for at, (key, record) in enumerate(table.tensors.items()):
+            if at % group.world_size == group.rank:
+                chunks = [chunk for chunk, _ in iter_pieces(record, table)]
+                problem = find_coverage_problem(record.shape, chunks)
+                if problem:
+                    problems.append(f"{key}: {problem}")
+        if problems:
+            raise StateMismatch(
+                "the ranks' chunks do not make whole tensors, so nothing was saved", problems=problems
+            )
+        return b""
+
+    group.agree("save.proof", work, lambda found: b"")

@@ -1,0 +1,144 @@
+"""Remove checkpoints by policy, and what failed saves left behind.
+
+The order of one removal: look for a newer generation, prune intent, look again (a newer one exists: withdraw),
+commit record, parts, everything else, intent. A start claims its generation before it looks at its parent's intent, so
+that of a pruner and a start that race, one sees the other. An interrupted removal is finished by the next prune; a
+step whose removal was decided is never loaded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardkeep.engine.run import WRITER, RunView, StepFolder, list_generations, read_commit, scan_run
+from shardkeep.errors import Corrupt, Fenced, NotCommitted
+from shardkeep.events import Event, EventSink
+from shardkeep.format.names import COMMIT_RECORD, PRUNE_INTENT, StepRef, find_part
+from shardkeep.format.records import PruneRecord, encode_record
+from shardkeep.plan.retention import Candidate, Keep, plan_removal
+from shardkeep.storage.base import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrunePlan:
+    """What a prune would remove.
+
+    Attributes:
+        steps: committed steps on the timeline that no rule keeps.
+        unfinished: steps whose removal began before and was interrupted.
+        orphans: tries that were never committed and never can be: of a generation older than the live one, or given
+            up by the live one.
+        removed_bytes: size of it all.
+    """
+
+    steps: tuple[StepRef, ...]
+    unfinished: tuple[StepRef, ...]
+    orphans: tuple[StepRef, ...]
+    removed_bytes: int
+
+    @property
+    def all(self) -> tuple[StepRef, ...]:
+        return tuple(sorted({*self.steps, *self.unfinished, *self.orphans}))
+
+
+def plan_prune(
+    store: Store, view: RunView, keep: Keep, *, live: int | None, protect: Sequence[int] = ()
+) -> PrunePlan:
+    """Decide what to remove, from what storage shows now. Removes nothing.
+
+    Args:
+        live: the generation that is saving now and whose uncommitted tries, but for `protect`ed steps, are given
+            up; None when nobody saves (offline): then only older generations' tries are orphans.
+    """
+    timeline = view.timeline
+    parent = view.generations[view.head].parent if view.head else None
+    candidates = [_candidate(store, view, ref) for ref in timeline]
+    steps = plan_removal(candidates, keep, parent=parent)
+    unfinished = tuple(ref for ref, folder in view.folders.items() if folder.pruning)
+    orphans = tuple(
+        ref
+        for ref, folder in view.folders.items()
+        if not folder.committed
+        and not folder.pruning
+        and (ref.generation < view.head or (live == view.head and ref.step not in protect))
+    )
+    sizes = sum(sum(view.folders[ref].files.values()) for ref in {*steps, *unfinished, *orphans})
+    return PrunePlan(steps=steps, unfinished=unfinished, orphans=orphans, removed_bytes=sizes)
+
+
+def _candidate(store: Store, view: RunView, ref: StepRef) -> Candidate:
+    held = ref in view.held
+    try:
+        facts = read_commit(store, ref, run_id=view.run_id).facts
+    except (Corrupt, NotCommitted):
+        # A damaged record is for verify to report; retention neither counts on it nor rates it.
+        return Candidate(ref=ref, metrics={}, healthy=False, held=held)
+    healthy = facts.healthy and ref not in view.quarantined
+    return Candidate(ref=ref, metrics=facts.metrics, healthy=healthy, held=held)
+
+
+def prune(
+    store: Store, plan: PrunePlan, view: RunView, events: EventSink, *, by_generation: int
+) -> tuple[StepRef, ...]:
+    """Carry out a plan; return what was removed, durable.
+
+    Args:
+        by_generation: the generation on whose behalf; when a newer one exists, nothing more is removed.
+
+    Raises:
+        Fenced: a newer generation owns the run. StorageError: what was removed stays removed; run it again.
+    """
+    removed: list[StepRef] = []
+    for ref in plan.all:
+        _check_newest(store, by_generation, ref)
+        remove_step(store, view.folders[ref], view.run_id, by_generation)
+        events.emit(
+            Event(
+                name="prune.removed",
+                text=f"removed {ref}",
+                fields={"step": ref.step, "generation": ref.generation},
+            )
+        )
+        removed.append(ref)
+    return tuple(removed)
+
+
+def remove_step(store: Store, folder: StepFolder, run_id: str, by_generation: int) -> None:
+    """Remove one try at a step in an order that no crash can turn into a half checkpoint."""
+    ref = folder.ref
+    intent = ref.key(PRUNE_INTENT)
+    if not folder.pruning:
+        record = PruneRecord(run_id=run_id, ref=ref, by_generation=by_generation)
+        # ORDER: intent, then the second look at the generations, then the commit record.
+        store.put(intent, encode_record(record, writer=WRITER))
+        try:
+            _check_newest(store, by_generation, ref)
+        except Fenced:
+            store.delete([intent])
+            raise
+    names = sorted(folder.files.keys() - {PRUNE_INTENT, COMMIT_RECORD})
+    parts = [name for name in names if find_part(name) is not None]
+    others = [name for name in names if find_part(name) is None]
+    # ORDER: commit record, then parts: without parts nobody can write the record again. CRASH: anywhere here the
+    # intent is still there, so that the step is neither loaded nor rolled forward, and the next prune goes on.
+    store.delete([ref.key(name) for name in (COMMIT_RECORD, *parts, *others)])
+    store.delete([intent])
+
+
+def _check_newest(store: Store, generation: int, ref: StepRef) -> None:
+    newest = max(list_generations(store), default=0)
+    if newest > generation:
+        raise Fenced(
+            f"generation {newest} has taken over this run; generation {generation} removes nothing more ({ref} stays)",
+            step=ref.step,
+            advice="stop this process: a newer start of the run is at work",
+        )
+
+
+def rescan(store: Store) -> RunView:
+    """Return the run as it is now; there must be one."""
+    view = scan_run(store)
+    if view is None:
+        raise Corrupt(f"{store.url}: the run's record is gone")
+    return view

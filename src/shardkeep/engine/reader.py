@@ -1,0 +1,188 @@
+"""Read byte ranges of shards straight into place, every leaf checked against its digest in the same pass."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shardkeep import knobs
+from shardkeep.engine.blocks import run_blocks
+from shardkeep.engine.run import record_limit
+from shardkeep.errors import Corrupt, NotFound
+from shardkeep.format.digests import BLOCK_BYTES, LEAF_BYTES, DigestTable, find_bad_leaf, leaf_count
+from shardkeep.format.names import StepRef, format_digests, format_part, is_shard
+from shardkeep.format.records import CommitRecord, PartRecord, decode_record
+from shardkeep.plan.reads import Segment, plan_ranges
+from shardkeep.spec.tensors import HostBytes
+from shardkeep.storage.base import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Bytes of a shard file that go to a local tensor."""
+
+    key: str
+    segment: Segment
+    data: HostBytes
+
+
+class PartReader:
+    """One rank's part of one committed checkpoint: its record, checked, and its digests, read when first needed."""
+
+    def __init__(self, store: Store, commit: CommitRecord, rank: int) -> None:
+        self.store = store
+        self.ref = commit.ref
+        self.rank = rank
+        self.record = _read_part(store, commit, rank)
+        self._digests: DigestTable | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def digests(self) -> DigestTable:
+        """The part's leaf digests, whose sha256 the part record names."""
+        with self._lock:
+            if self._digests is None:
+                self._digests = self._read_digests()
+            return self._digests
+
+    def _read_digests(self) -> DigestTable:
+        key = self.ref.key(format_digests(self.rank))
+        data = get_checked(self.store, key, self.ref)
+        found = hashlib.sha256(data).hexdigest()
+        if len(data) != self.record.digests.size_bytes or found != self.record.digests.sha256:
+            raise Corrupt(
+                f"{key}: expected {self.record.digests.size_bytes} bytes of sha256 {self.record.digests.sha256}, "
+                f"found {len(data)} of {found}",
+                step=self.ref.step,
+                rank=self.rank,
+            )
+        return DigestTable(data, [shard.size_bytes for shard in self.record.shards])
+
+    def describe(self, shard: int, begin: int, end: int) -> str:
+        """Return the names of the tensors that have bytes in `[begin, end)` of a shard, for messages."""
+        names = [
+            key
+            for key, chunks in self.record.tensors.items()
+            for chunk in chunks
+            if chunk.shard == shard and chunk.begin < end and begin < chunk.end
+        ]
+        names += [
+            f"{key} of rank {self.rank}"
+            for key, own in self.record.per_rank.items()
+            if own.shard == shard and own.begin < end and begin < own.end
+        ]
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return shown or "the header"
+
+
+def get_checked(store: Store, key: str, ref: StepRef) -> bytes:
+    """Return a whole object that a commit record reaches; that it is missing is damage."""
+    try:
+        return store.get(key, limit_bytes=record_limit())
+    except NotFound:
+        raise Corrupt(f"{key}: missing, though {ref} is committed", step=ref.step) from None
+
+
+def _read_part(store: Store, commit: CommitRecord, rank: int) -> PartRecord:
+    key = commit.ref.key(format_part(rank))
+    data = get_checked(store, key, commit.ref)
+    summary = commit.parts[rank]
+    found = hashlib.sha256(data).hexdigest()
+    if (len(data), found) != (summary.size_bytes, summary.sha256):
+        raise Corrupt(
+            f"{key}: expected {summary.size_bytes} bytes of sha256 {summary.sha256}, found {len(data)} of {found}",
+            step=commit.ref.step,
+            rank=rank,
+        )
+    return check_part(decode_record(PartRecord, data, where=key), key)
+
+
+def check_part(part: PartRecord, key: str) -> PartRecord:
+    """Refuse a part whose names or ranges reach outside of its own files."""
+    for shard in part.shards:
+        if not is_shard(shard.name) or shard.size_bytes < 8:
+            raise Corrupt(f"{key}: shard {shard.name!r} of {shard.size_bytes} bytes is not a shard's name or size")
+    ranges = [(name, c.shard, c.begin, c.end) for name, chunks in part.tensors.items() for c in chunks]
+    ranges += [(name, own.shard, own.begin, own.end) for name, own in part.per_rank.items()]
+    for name, number, begin, end in ranges:
+        if not 0 <= number < len(part.shards) or not 0 <= begin <= end <= part.shards[number].size_bytes:
+            raise Corrupt(f"{key}: {name} lies at bytes {begin}..{end} of shard {number}, which has no such bytes")
+    return part
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """A leaf-aligned range of one shard and the copies that begin in or reach into it."""
+
+    reader: PartReader
+    shard: int
+    begin: int
+    end: int
+    copies: Sequence[Copy]
+
+
+def read_copies(wanted: Iterable[tuple[PartReader, int, Sequence[Copy]]]) -> int:
+    """Carry out copies and return the bytes read from storage.
+
+    Args:
+        wanted: per part and shard number, the copies out of that shard.
+
+    Raises:
+        Corrupt: a leaf does not match its digest, twice; the message names shard, range and tensors. The targets
+            are then partly overwritten.
+    """
+    tasks: list[_Range] = []
+    for reader, shard, copies in wanted:
+        ordered = sorted(copies, key=lambda copy: copy.segment.source)
+        begins = [copy.segment.source for copy in ordered]
+        longest = max((copy.segment.length for copy in ordered), default=0)
+        size = reader.record.shards[shard].size_bytes
+        for begin, end in plan_ranges([copy.segment for copy in ordered], size, LEAF_BYTES, BLOCK_BYTES):
+            low, high = bisect_left(begins, begin - longest), bisect_right(begins, end - 1)
+            tasks.append(_Range(reader, shard, begin, end, ordered[low:high]))
+    run_blocks(tasks, _read_range, thread_count=knobs.get_int("IO_THREADS"))
+    return sum(task.end - task.begin for task in tasks)
+
+
+def _read_range(task: _Range, block: memoryview) -> None:
+    data = block[: task.end - task.begin]
+    read_verified(task.reader, task.shard, task.begin, data)
+    for copy in task.copies:
+        source, target, length = copy.segment.source, copy.segment.target, copy.segment.length
+        start, stop = max(source, task.begin), min(source + length, task.end)
+        if start < stop:
+            copy.data.copy_in(target + start - source, data[start - task.begin : stop - task.begin])
+
+
+def read_verified(reader: PartReader, shard: int, begin: int, data: memoryview) -> None:
+    """Fill `data` with a shard's bytes from the leaf boundary `begin` on, and check every leaf.
+
+    A mismatch is read a second time, so that a slip of the transport is not taken for damage.
+    """
+    plan = reader.record.shards[shard]
+    key = reader.ref.key(plan.name)
+    first = begin // LEAF_BYTES
+    digests = reader.digests.leaves(shard, first, first + leaf_count(len(data)))
+    bad: int | None = None
+    for _ in range(2):
+        try:
+            reader.store.read_into(key, begin, data)
+        except NotFound:
+            raise Corrupt(
+                f"{key}: missing, though {reader.ref} is committed", step=reader.ref.step, rank=reader.rank
+            ) from None
+        bad = find_bad_leaf(data, digests)
+        if bad is None:
+            return
+    assert bad is not None
+    start = begin + bad * LEAF_BYTES
+    end = min(start + LEAF_BYTES, plan.size_bytes)
+    raise Corrupt(
+        f"{key}: bytes {start}..{end} of {plan.size_bytes} are not what was written "
+        f"(leaf {start // LEAF_BYTES}; written by rank {reader.rank}; holds {reader.describe(shard, start, end)})",
+        step=reader.ref.step,
+        rank=reader.rank,
+    )

@@ -1,0 +1,219 @@
+"""One save: plan, write every rank's part, commit.
+
+The life of a save, on every rank: capture -> agree on the plan -> stream own shards -> digests -> part -> receipt;
+the coordinator, with all receipts: commit record. Only that last write makes the checkpoint exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from shardkeep.engine.environment import describe_environment
+from shardkeep.engine.planning import Agreed, PlanCache, agree_plan
+from shardkeep.engine.run import WRITER, list_generations, now
+from shardkeep.engine.writer import remove_quietly, write_part
+from shardkeep.errors import AlreadyExists, Fenced
+from shardkeep.format.hf_index import encode_hf_index
+from shardkeep.format.names import (
+    COMMIT_RECORD,
+    HF_INDEX,
+    StepRef,
+    check_step,
+    find_step,
+    format_digests,
+    format_generation,
+    format_part,
+)
+from shardkeep.format.records import (
+    CommitRecord,
+    Facts,
+    FileRecord,
+    LayoutTable,
+    PartRecord,
+    PartSummary,
+    encode_record,
+)
+from shardkeep.plan.shards import ShardPlan, plan_all_outgoing, plan_own_outgoing, plan_shards
+from shardkeep.ranks.base import Group
+from shardkeep.spec.tensors import Captured
+from shardkeep.storage.base import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """What the user says about one checkpoint.
+
+    Attributes:
+        metrics: finite or not, stored as given; retention may keep the best by them.
+        healthy: False: kept, but never counted on by retention.
+        assets: file name -> content, stored beside the shards (config.json, tokenizer.json).
+    """
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    healthy: bool = True
+    assets: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class Saver:
+    """Saves checkpoints of one generation of one run. All ranks call `save` alike, one at a time."""
+
+    def __init__(self, store: Store, group: Group, *, run_id: str, generation: int) -> None:
+        self._store = store
+        self._group = group
+        self._run_id = run_id
+        self._generation = generation
+        self._cache = PlanCache()
+        self._shards: tuple[str, list[ShardPlan]] | None = None
+
+    def save(self, step: int, capture: Callable[[], Captured], options: SaveOptions) -> CommitRecord:
+        """Save one checkpoint; on return on any rank it is committed and durable.
+
+        Args:
+            step: optimizer steps done; equal on all ranks.
+            capture: takes this rank's state apart.
+
+        Raises:
+            Fenced: a later generation owns the run. AlreadyExists: this generation committed the step before.
+            StateMismatch, UnsupportedState: the state cannot be saved; nothing was written.
+            StorageError: this rank could not write. PeerFailure: another rank failed, and why.
+            The live state is untouched in every case, and the same step can be saved again.
+        """
+        check_step(step)
+        agreed = agree_plan(self._group, self._cache, step, capture, lambda: self._choose_attempt(step))
+        ref = StepRef(step=step, generation=self._generation, attempt=agreed.attempt)
+        facts = self._make_facts(agreed, options) if self._group.rank == 0 else None
+        record = PartRecord(
+            run_id=self._run_id,
+            ref=ref,
+            rank=self._group.rank,
+            world_size=self._group.world_size,
+            plan=agreed.digest,
+            shards=(),
+            digests=FileRecord(0, ""),
+            tensors={},
+            values=agreed.values,
+            facts=facts,
+        )
+        plans = self._plan_shards(agreed)
+        tensors = {tensor.key: tensor for tensor in agreed.captured.tensors}
+
+        def work() -> bytes:
+            if facts is not None:
+                self._write_beside(ref, agreed, options)
+            return msgspec.json.encode(write_part(self._store, record, plans, tensors))
+
+        try:
+            verdict = self._group.agree("save.commit", work, lambda found: self._commit(ref, agreed, facts, found))
+        except BaseException:
+            self._clean(ref, plans, options)
+            raise
+        return msgspec.json.decode(verdict, type=CommitRecord)
+
+    def _choose_attempt(self, step: int) -> int:
+        """Return the number of a try whose folder nothing was ever written to."""
+        newest = max(list_generations(self._store), default=0)
+        if newest > self._generation:
+            raise Fenced(
+                f"generation {newest} has taken over this run; this process is generation {self._generation}",
+                step=step,
+                advice="stop this process: what it would save, nobody would ever read",
+            )
+        tries = [
+            ref
+            for name in self._store.list_folders(f"{format_generation(self._generation)}/")
+            if (ref := find_step(self._generation, name)) and ref.step == step
+        ]
+        for ref in tries:
+            if any(info.key == ref.key(COMMIT_RECORD) for info in self._store.list_objects(f"{ref.folder}/")):
+                raise AlreadyExists(
+                    f"{ref} is committed already", step=step, advice="save the next step, or start a new generation"
+                )
+        return max((ref.attempt for ref in tries), default=0) + 1
+
+    def _plan_shards(self, agreed: Agreed) -> list[ShardPlan]:
+        if self._shards is None or self._shards[0] != agreed.digest:
+            per_rank = frozenset(agreed.table.per_rank)
+            own = {t.key: (t.dtype, t.shape) for t in agreed.captured.tensors if t.key in per_rank}
+            outgoing = plan_all_outgoing(agreed.table).get(self._group.rank, []) + plan_own_outgoing(own)
+            plans = plan_shards(outgoing, self._group.rank, limit_bytes=agreed.shard_limit_bytes)
+            self._shards = agreed.digest, plans
+        return self._shards[1]
+
+    def _make_facts(self, agreed: Agreed, options: SaveOptions) -> Facts:
+        return Facts(
+            layout=agreed.table,
+            holders=agreed.holders,
+            differing=agreed.differing,
+            metrics={name: float(value) for name, value in sorted(options.metrics.items())},
+            healthy=options.healthy,
+            created_at=now(),
+            environment=describe_environment(),
+            assets={
+                name: FileRecord(len(data), hashlib.sha256(data).hexdigest())
+                for name, data in sorted(options.assets.items())
+            },
+        )
+
+    def _write_beside(self, ref: StepRef, agreed: Agreed, options: SaveOptions) -> None:
+        """Write what lies beside the shards: assets, and the Hugging Face index where it applies."""
+        for name, data in sorted(options.assets.items()):
+            self._store.put(ref.key(name), data)
+        index = make_index(agreed.table, agreed.shard_limit_bytes)
+        if index is not None:
+            self._store.put(ref.key(HF_INDEX), index)
+
+    def _commit(self, ref: StepRef, agreed: Agreed, facts: Facts | None, found: list[bytes]) -> bytes:
+        assert facts is not None
+        parts = tuple(msgspec.json.decode(data, type=PartSummary) for data in found)
+        record = CommitRecord(
+            run_id=self._run_id,
+            ref=ref,
+            world_size=self._group.world_size,
+            plan=agreed.digest,
+            parts=parts,
+            facts=facts,
+        )
+        # ORDER: every part is durable before this write. CRASH: before it, the next start may write the same record.
+        self._store.put(ref.key(COMMIT_RECORD), encode_record(record, writer=WRITER), if_absent=True)
+        return msgspec.json.encode(record)
+
+    def _clean(self, ref: StepRef, plans: list[ShardPlan], options: SaveOptions) -> None:
+        """Remove this rank's files of a try that failed, unless it was committed after all."""
+        rank = self._group.rank
+        folder = f"{ref.folder}/"
+        try:
+            names = {info.key[len(folder) :] for info in self._store.list_objects(folder)}
+        except Exception:  # noqa: BLE001  # the failure that brought us here is the one to raise
+            return
+        if COMMIT_RECORD in names:
+            return
+        beside = [HF_INDEX, *sorted(options.assets)] if rank == 0 else []
+        own = own_names(rank, [plan.name for plan in plans]) + beside
+        remove_quietly(self._store, ref, [name for name in own if name in names])
+
+
+def own_names(rank: int, shards: list[str]) -> list[str]:
+    """Return a rank's files in a step's folder, in the order in which they are removed: the part first."""
+    return [format_part(rank), format_digests(rank), *shards]
+
+
+def make_index(table: LayoutTable, limit_bytes: int) -> bytes | None:
+    """Return the Hugging Face index over the model's tensors, or None when some are not stored whole."""
+    sections = {"model", "frozen"}
+    model = {key: r for key, r in table.tensors.items() if r.section in sections and key.startswith("model/")}
+    whole_only = all(not r.layout.boxes and set(r.layout.placements) <= {"R"} for r in model.values())
+    if not model or not whole_only:
+        return None
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for rank, outgoing in sorted(plan_all_outgoing(table).items()):
+        for plan in plan_shards(outgoing, rank, limit_bytes=limit_bytes):
+            if plan.section in sections:
+                for item in plan.items:
+                    weight_map[item.outgoing.name] = plan.name
+                    total_bytes += item.end - item.begin
+    return encode_hf_index(weight_map, total_bytes)

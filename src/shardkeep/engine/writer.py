@@ -1,0 +1,181 @@
+"""Write one rank's part: shards streamed through a few blocks, leaves digested while hot, then the part record.
+
+Memory is `IO_THREADS` blocks of 8 MiB, whatever the state's size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardkeep import knobs
+from shardkeep.engine.blocks import run_blocks
+from shardkeep.engine.run import WRITER
+from shardkeep.errors import CheckpointError
+from shardkeep.format.digests import BLOCK_BYTES, DIGEST_BYTES, LEAF_BYTES, digest_leaves, leaf_count
+from shardkeep.format.names import StepRef, format_digests, format_part
+from shardkeep.format.records import FileRecord, PartRecord, PartSummary, encode_record
+from shardkeep.plan.shards import ShardItem, ShardPlan, describe_shards
+from shardkeep.spec.chunks import Chunk, iter_runs
+from shardkeep.spec.dtypes import get_dtype
+from shardkeep.spec.tensors import HostBytes, LocalTensor
+from shardkeep.storage.base import ObjectWriter, Store
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where an item's bytes come from: `data`'s bytes from `start` on."""
+
+    data: HostBytes
+    start: int
+
+
+def find_source(tensor: LocalTensor, chunk: Chunk) -> _Source:
+    """Return the local bytes of `chunk`, which is a whole local piece or a run of its rows."""
+    for piece in tensor.pieces:
+        if piece.chunk == chunk:
+            return _Source(piece.data, 0)
+        if all(
+            o <= c and c + n <= o + m
+            for o, m, c, n in zip(piece.chunk.offsets, piece.chunk.sizes, chunk.offsets, chunk.sizes, strict=True)
+        ):
+            runs = list(iter_runs(chunk, piece.chunk))
+            if len(runs) == 1:
+                return _Source(piece.data, runs[0][0] * get_dtype(tensor.dtype).itemsize_bytes)
+    held = [piece.chunk for piece in tensor.pieces]
+    raise CheckpointError(f"{tensor.key}: the plan asks this rank for {chunk}, it holds {held}", key=tensor.key)
+
+
+class _File:
+    """One shard being written: block by block, by any thread; the last one makes it durable."""
+
+    def __init__(self, store: Store, key: str, plan: ShardPlan, sources: Mapping[int, _Source]) -> None:
+        self.plan = plan
+        self.digests = bytearray(leaf_count(plan.size_bytes) * DIGEST_BYTES)
+        self._sources = sources
+        self._begins = [item.begin for item in plan.items]
+        self._left = -(-plan.size_bytes // BLOCK_BYTES)
+        self._lock = threading.Lock()
+        self._store = store
+        self._key = key
+        self._writer: ObjectWriter | None = None
+
+    def write_block(self, offset: int, block: memoryview) -> None:
+        with self._lock:
+            if self._writer is None:
+                self._writer = self._store.writer(self._key, self.plan.size_bytes)
+            writer = self._writer
+        data = block[: min(BLOCK_BYTES, self.plan.size_bytes - offset)]
+        self._fill(offset, data)
+        found = digest_leaves(data)
+        at = offset // LEAF_BYTES * DIGEST_BYTES
+        self.digests[at : at + len(found)] = found
+        writer.write_at(offset, data)
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            writer.finish()
+
+    def _fill(self, offset: int, data: memoryview) -> None:
+        """Make `data` the file's bytes from `offset` on."""
+        end = offset + len(data)
+        header = self.plan.header
+        if offset < len(header):
+            part = header[offset:end]
+            data[: len(part)] = part
+        at = max(bisect_right(self._begins, offset) - 1, 0)
+        for number in range(at, len(self.plan.items)):
+            item = self.plan.items[number]
+            if item.begin >= end:
+                break
+            start, stop = max(item.begin, offset), min(item.end, end)
+            if start < stop:
+                source = self._sources[number]
+                source.data.copy_out(source.start + start - item.begin, data[start - offset : stop - offset])
+
+    def abort(self) -> None:
+        with self._lock:
+            writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.abort()
+
+
+def write_part(
+    store: Store,
+    record: PartRecord,
+    plans: Sequence[ShardPlan],
+    tensors: Mapping[str, LocalTensor],
+) -> PartSummary:
+    """Write this rank's shards, digests and part record; all durable on return, in this order.
+
+    Args:
+        record: everything but what follows from `plans` and the bytes (shards, tensors, digests).
+
+    Raises:
+        StorageError: nothing counts until a commit record names it; what was written is removed again, as
+            far as the store lets us.
+    """
+    ref = record.ref
+    files = [_File(store, ref.key(plan.name), plan, _find_sources(plan.items, tensors)) for plan in plans]
+    names = [plan.name for plan in plans] + [format_digests(record.rank), format_part(record.rank)]
+    try:
+        tasks = [(file, offset) for file in files for offset in range(0, file.plan.size_bytes, BLOCK_BYTES)]
+        run_blocks(
+            tasks,
+            lambda task, block: task[0].write_block(task[1], block),
+            thread_count=knobs.get_int("IO_THREADS"),
+        )
+        digests = b"".join(bytes(file.digests) for file in files)
+        store.put(ref.key(format_digests(record.rank)), digests)
+        return _write_record(store, record, plans, digests)
+    except BaseException:
+        for file in files:
+            file.abort()
+        remove_quietly(store, ref, names[::-1])
+        raise
+
+
+def _find_sources(items: Sequence[ShardItem], tensors: Mapping[str, LocalTensor]) -> dict[int, _Source]:
+    return {at: find_source(tensors[item.outgoing.key], item.outgoing.chunk) for at, item in enumerate(items)}
+
+
+def _write_record(store: Store, record: PartRecord, plans: Sequence[ShardPlan], digests: bytes) -> PartSummary:
+    shards, chunks, own = describe_shards(plans)
+    part = PartRecord(
+        run_id=record.run_id,
+        ref=record.ref,
+        rank=record.rank,
+        world_size=record.world_size,
+        plan=record.plan,
+        shards=shards,
+        digests=FileRecord(len(digests), hashlib.sha256(digests).hexdigest()),
+        tensors=chunks,
+        per_rank=own,
+        values=record.values,
+        facts=record.facts,
+    )
+    data = encode_record(part, writer=WRITER)
+    # ORDER: the part comes after every shard and the digests are durable; a part that exists is complete.
+    store.put(record.ref.key(format_part(record.rank)), data)
+    return summarize_part(part, data)
+
+
+def summarize_part(part: PartRecord, data: bytes) -> PartSummary:
+    """Return how the commit record names a part, of its record and that record's bytes."""
+    return PartSummary(
+        size_bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        shard_bytes=sum(shard.size_bytes for shard in part.shards),
+        shard_count=len(part.shards),
+    )
+
+
+def remove_quietly(store: Store, ref: StepRef, names: Sequence[str]) -> None:
+    """Remove files of an uncommitted try; what cannot be removed is an orphan that the next prune finds."""
+    with contextlib.suppress(CheckpointError):
+        store.delete([ref.key(name) for name in names])

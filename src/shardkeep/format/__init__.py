@@ -1,0 +1,1 @@
+"""Every byte and name on disk. Pure: bytes in, values out; no files, no torch."""

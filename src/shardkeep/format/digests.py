@@ -1,0 +1,97 @@
+"""Leaf digests: one xxh3-128 for every 256 KiB of a shard.
+
+A digest is 16 bytes, the canonical (big-endian) form of the 128-bit hash with seed 0. The leaves of a shard cut its
+whole file, header included, from byte 0; the last one may be short. A `digests-*.bin` file is the digests of a
+rank's shards, one shard after the other in the order of its part record, and nothing else.
+
+xxh3 finds accidents, not attackers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import xxhash
+
+from shardkeep.errors import Corrupt, UsageError
+
+LEAF_BYTES: Final = 256 * 1024
+"""The unit of digests."""
+
+BLOCK_BYTES: Final = 8 * 1024 * 1024
+"""The unit of I/O; a whole number of leaves."""
+
+DIGEST_BYTES: Final = 16
+
+
+def leaf_count(size_bytes: int) -> int:
+    """Return how many leaves a file has; an empty one has none."""
+    return -(-size_bytes // LEAF_BYTES)
+
+
+def digest_leaves(data: memoryview) -> bytes:
+    """Return the digests of consecutive leaves, one after the other.
+
+    `data` is contiguous and starts at a leaf; only the last leaf may be short. About 7 us per leaf, during which
+    the interpreter lock is held.
+    """
+    flat = data.cast("B")
+    digest = xxhash.xxh3_128_digest
+    return b"".join([digest(flat[start : start + LEAF_BYTES]) for start in range(0, len(flat), LEAF_BYTES)])
+
+
+def find_bad_leaf(data: memoryview, digests: bytes | memoryview) -> int | None:
+    """Return the index of the first leaf of `data` that does not have its digest, or None.
+
+    Raises:
+        UsageError: `digests` are not those of as many leaves as `data` has.
+    """
+    flat = data.cast("B")
+    if len(digests) != DIGEST_BYTES * leaf_count(len(flat)):
+        raise UsageError(f"{len(digests)} bytes of digests for {leaf_count(len(flat))} leaves of {len(flat)} bytes")
+    found = digest_leaves(flat)
+    if found == digests:
+        return None
+    starts = range(0, len(found), DIGEST_BYTES)
+    return next(
+        at // DIGEST_BYTES for at in starts if found[at : at + DIGEST_BYTES] != digests[at : at + DIGEST_BYTES]
+    )
+
+
+class DigestTable:
+    """The digests of one rank's shards, by shard and leaf."""
+
+    __slots__ = ("_data", "_starts")
+
+    def __init__(self, data: bytes, shard_sizes_bytes: Sequence[int]) -> None:
+        """Take the content of a `digests-*.bin` file and the sizes of the shards that it describes, in order.
+
+        Raises:
+            Corrupt: it does not have one digest per leaf of these shards.
+        """
+        starts = [0]
+        for size_bytes in shard_sizes_bytes:
+            starts.append(starts[-1] + DIGEST_BYTES * leaf_count(size_bytes))
+        if len(data) != starts[-1]:
+            raise Corrupt(
+                f"digest file of {len(data)} bytes: expected {starts[-1]} for {len(shard_sizes_bytes)} shards "
+                f"of {sum(shard_sizes_bytes)} bytes"
+            )
+        self._data = memoryview(data)
+        self._starts = starts
+
+    def leaves(self, shard: int, first: int = 0, stop: int | None = None) -> memoryview:
+        """Return the digests of leaves `[first, stop)` of the `shard`-th shard (default: of all from `first`).
+
+        Raises:
+            UsageError: no such shard or leaves.
+        """
+        if not 0 <= shard < len(self._starts) - 1:
+            raise UsageError(f"shard {shard} of {len(self._starts) - 1}")
+        start, end = self._starts[shard], self._starts[shard + 1]
+        count = (end - start) // DIGEST_BYTES
+        last = count if stop is None else stop
+        if not 0 <= first <= last <= count:
+            raise UsageError(f"leaves {first} to {last} of shard {shard}, which has {count}")
+        return self._data[start + first * DIGEST_BYTES : start + last * DIGEST_BYTES]

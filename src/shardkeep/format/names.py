@@ -1,0 +1,124 @@
+"""Every name in a run's folder, made and parsed in one place. Parsing is anchored: near misses are not ours."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from msgspec import Struct
+
+from shardkeep.errors import UsageError
+
+RUN_RECORD: Final = "run.json"
+GENERATION_RECORD: Final = "generation.json"
+COMMIT_RECORD: Final = "commit.json"
+PRUNE_INTENT: Final = "prune.json"
+HF_INDEX: Final = "model.safetensors.index.json"
+MARKS: Final = "marks"
+
+_GENERATION = re.compile(r"g(\d{4,9})\Z", re.ASCII)
+_STEP = re.compile(r"step-(\d{8,15})(?:\.([1-9]\d{0,5}))?\Z", re.ASCII)
+_SHARD = re.compile(r"([A-Za-z0-9_.%-]{1,100})-r(\d{5,7})-(\d{5,7})\.safetensors\Z", re.ASCII)
+_PART = re.compile(r"part-r(\d{5,7})\.json\Z", re.ASCII)
+_SECTION = re.compile(r"[A-Za-z0-9_%-][A-Za-z0-9_.%-]{0,99}\Z", re.ASCII)
+_ASSET = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}\Z", re.ASCII)
+_MARK = re.compile(r"([a-z]+)-g(\d{4,9})-step-(\d{8,15})\.([1-9]\d{0,5})-([0-9a-f]{8,32})\.json\Z", re.ASCII)
+
+
+class StepRef(Struct, frozen=True, gc=False, order=True):
+    """One try at one step: the address of a checkpoint within a run. Ordered by step first."""
+
+    step: int
+    generation: int
+    attempt: int = 1
+
+    @property
+    def folder(self) -> str:
+        """The step's folder within the run, without a trailing slash."""
+        suffix = f".{self.attempt}" if self.attempt > 1 else ""
+        return f"{format_generation(self.generation)}/step-{self.step:08d}{suffix}"
+
+    def key(self, name: str) -> str:
+        """Return the key of an object of this checkpoint."""
+        return f"{self.folder}/{name}"
+
+    def __str__(self) -> str:
+        return f"step {self.step} of generation {self.generation}" + (f", try {self.attempt}" * (self.attempt > 1))
+
+
+def format_generation(number: int) -> str:
+    return f"g{number:04d}"
+
+
+def find_generation(name: str) -> int | None:
+    """Return the generation a folder name stands for, or None."""
+    match = _GENERATION.match(name)
+    return int(match[1]) if match and format_generation(int(match[1])) == name else None
+
+
+def find_step(generation: int, name: str) -> StepRef | None:
+    """Return the step a folder name within a generation stands for, or None."""
+    match = _STEP.match(name)
+    if not match:
+        return None
+    ref = StepRef(step=int(match[1]), generation=generation, attempt=int(match[2] or 1))
+    return ref if ref.folder.endswith(f"/{name}") else None
+
+
+def format_shard(section: str, rank: int, sequence: int) -> str:
+    return f"{section}-r{rank:05d}-{sequence:05d}.safetensors"
+
+
+def is_shard(name: str) -> bool:
+    return _SHARD.match(name) is not None
+
+
+def format_part(rank: int) -> str:
+    return f"part-r{rank:05d}.json"
+
+
+def find_part(name: str) -> int | None:
+    """Return the rank whose part a file name stands for, or None."""
+    match = _PART.match(name)
+    return int(match[1]) if match and format_part(int(match[1])) == name else None
+
+
+def format_digests(rank: int) -> str:
+    return f"digests-r{rank:05d}.bin"
+
+
+def is_section(name: str) -> bool:
+    return _SECTION.match(name) is not None
+
+
+def is_asset(name: str) -> bool:
+    """Say whether a user's file may lie beside the shards under this name."""
+    reserved = name in (COMMIT_RECORD, PRUNE_INTENT, HF_INDEX, GENERATION_RECORD, RUN_RECORD)
+    ours = is_shard(name) or find_part(name) is not None or name.startswith("digests-r")
+    return _ASSET.match(name) is not None and not reserved and not ours
+
+
+def format_mark(kind: str, ref: StepRef, nonce: str) -> str:
+    """Return the key of a mark; `nonce` (hex) keeps two marks of one kind apart."""
+    return f"{MARKS}/{kind}-{format_generation(ref.generation)}-step-{ref.step:08d}.{ref.attempt}-{nonce}.json"
+
+
+def find_mark(key: str) -> tuple[str, StepRef] | None:
+    """Return the kind and step of a mark's key, or None."""
+    folder, _, name = key.partition("/")
+    match = _MARK.match(name) if folder == MARKS else None
+    if not match:
+        return None
+    return match[1], StepRef(step=int(match[3]), generation=int(match[2]), attempt=int(match[4]))
+
+
+def check_step(step: int) -> None:
+    """Refuse a step number that no folder name can hold.
+
+    Raises:
+        UsageError: not an int in 0 .. 10^15 - 1.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**15:
+        raise UsageError(
+            f"step {step!r}: expected an int from 0 to 10^15 - 1", advice="pass the count of optimizer steps done"
+        )

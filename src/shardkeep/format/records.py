@@ -1,0 +1,296 @@
+"""JSON records: their fields, and the envelope that lets a reader check every byte.
+
+A record's file is `{"sha256":"<hex>","body":<body>}` and a newline; the digest is of the body's exact bytes, so
+that any flipped bit is found without knowing the record's fields. The body begins with `head`: format
+version, kind and the features that a reader must understand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from shardkeep.errors import Corrupt, IncompatibleFormat
+from shardkeep.format.names import StepRef
+from shardkeep.format.versions import FEATURES, FORMAT_VERSION
+from shardkeep.spec.chunks import Chunk
+from shardkeep.spec.layout import Layout, Mesh
+
+_PREFIX: Final = b'{"sha256":"'
+_MIDDLE: Final = b'","body":'
+_SUFFIX: Final = b"}\n"
+
+
+class Head(Struct, frozen=True, gc=False, kw_only=True):
+    """What every record begins with."""
+
+    format: int
+    kind: str
+    requires: tuple[str, ...] = ()
+    writer: str = ""
+
+
+class FileRecord(Struct, frozen=True, gc=False):
+    """A file by size and sha256 (hex)."""
+
+    size_bytes: int
+    sha256: str
+
+
+class RunRecord(Struct, frozen=True, kw_only=True):
+    """`run.json`: the identity of a run."""
+
+    run_id: str
+
+
+class GenerationRecord(Struct, frozen=True, kw_only=True):
+    """`gNNNN/generation.json`: one start of the job claims this generation.
+
+    Attributes:
+        parent: the commit it resumed from, or None for a fresh start.
+        nonce: tells two claimants of one number apart.
+        created_at: wall clock of the claim, for people only; nothing is ordered by it.
+    """
+
+    run_id: str
+    generation: int
+    parent: StepRef | None
+    nonce: str
+    world_size: int
+    created_at: str
+    environment: dict[str, str] = {}
+
+
+class ShardRecord(Struct, frozen=True, gc=False, array_like=True):
+    """One shard file of a part."""
+
+    name: str
+    size_bytes: int
+    section: str
+
+
+class StoredChunk(Struct, frozen=True, gc=False, array_like=True):
+    """Where one chunk's bytes are: `shard` indexes the part's shards, `[begin, end)` are bytes of that file."""
+
+    chunk: Chunk
+    shard: int
+    begin: int
+    end: int
+
+
+class PerRankTensor(Struct, frozen=True, gc=False, array_like=True):
+    """A tensor that each rank keeps for itself, stored whole by the rank whose part names it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    shard: int
+    begin: int
+    end: int
+
+
+class TensorRecord(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
+    """One tensor of the layout table: what it is, and by which rule it lies over ranks and parts.
+
+    Attributes:
+        owner: of the ranks that hold a chunk, ascending, the one at `(owner + piece) % count` wrote it.
+        split: replicated chunks were cut by rows in so many pieces, written by successive owners.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    section: str
+    name: str
+    role: str
+    layout: Layout
+    owner: int = 0
+    split: int = 1
+    trainable: bool | None = None
+    device: str | None = None
+
+
+class ViewRecord(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
+    """A tensor that is a strided view into the bytes of another, 1-D one; strides count elements of its dtype."""
+
+    base: str
+    offset_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    role: str
+    trainable: bool | None = None
+
+
+class LayoutTable(Struct, frozen=True, kw_only=True):
+    """Everything about where tensors are, of size O(tensors): the plan, as stored.
+
+    Attributes:
+        per_rank: keys that each rank stored for itself besides (or instead of) the table's tensors.
+    """
+
+    meshes: tuple[Mesh, ...]
+    tensors: dict[str, TensorRecord]
+    aliases: dict[str, str] = {}
+    views: dict[str, ViewRecord] = {}
+    per_rank: tuple[str, ...] = ()
+
+
+class ValueHolder(Struct, frozen=True, gc=False, array_like=True):
+    """Names of values that stand in `rank`'s part and in no part before it in the list."""
+
+    rank: int
+    names: tuple[str, ...]
+
+
+class Facts(Struct, frozen=True, kw_only=True):
+    """What only the coordinator knows; stands in rank 0's part, so that the commit follows from the parts.
+
+    Attributes:
+        holders: where each value is found; the first holder is rank 0.
+        differing: names of values that were not equal on all ranks that have them.
+        metrics: numbers that the user gave with the save (`loss`), for retention by the best.
+        healthy: False when the user said that this checkpoint must not be relied on.
+        created_at: wall clock, for people only.
+        assets: user's files beside the shards.
+    """
+
+    layout: LayoutTable
+    holders: tuple[ValueHolder, ...]
+    differing: tuple[str, ...] = ()
+    metrics: dict[str, float] = {}
+    healthy: bool = True
+    created_at: str = ""
+    environment: dict[str, str] = {}
+    assets: dict[str, FileRecord] = {}
+
+
+class PartRecord(Struct, frozen=True, kw_only=True):
+    """`part-rNNNNN.json`: what one rank contributed to one checkpoint."""
+
+    run_id: str
+    ref: StepRef
+    rank: int
+    world_size: int
+    plan: str
+    shards: tuple[ShardRecord, ...]
+    digests: FileRecord
+    tensors: dict[str, tuple[StoredChunk, ...]]
+    per_rank: dict[str, PerRankTensor] = {}
+    values: dict[str, Any] = {}
+    facts: Facts | None = None
+
+
+class PartSummary(Struct, frozen=True, gc=False, array_like=True):
+    """One part as the commit record names it."""
+
+    size_bytes: int
+    sha256: str
+    shard_bytes: int
+    shard_count: int
+
+
+class CommitRecord(Struct, frozen=True, kw_only=True):
+    """`commit.json`: the single write that makes a step exist. A pure function of the parts."""
+
+    run_id: str
+    ref: StepRef
+    world_size: int
+    plan: str
+    parts: tuple[PartSummary, ...]
+    facts: Facts
+
+
+class MarkRecord(Struct, frozen=True, kw_only=True):
+    """`marks/<kind>-...json`: a fact set later about a committed step, never changed."""
+
+    run_id: str
+    kind: str
+    ref: StepRef
+    reason: str
+    created_at: str
+
+
+class PruneRecord(Struct, frozen=True, kw_only=True):
+    """`prune.json` in a step's folder: its removal has been decided by `by_generation`."""
+
+    run_id: str
+    ref: StepRef
+    by_generation: int
+
+
+KINDS: Final[dict[type[Struct], str]] = {
+    RunRecord: "run",
+    GenerationRecord: "generation",
+    PartRecord: "part",
+    CommitRecord: "commit",
+    MarkRecord: "mark",
+    PruneRecord: "prune",
+}
+
+R = TypeVar("R", bound=Struct)
+
+
+class _Peek(Struct):
+    head: Head
+
+
+def encode_record(record: Struct, *, writer: str = "", requires: tuple[str, ...] = ()) -> bytes:
+    """Return the file bytes of a record. The same record gives the same bytes."""
+    head = Head(format=FORMAT_VERSION, kind=KINDS[type(record)], requires=requires, writer=writer)
+    encoder = msgspec.json.Encoder(order="deterministic")
+    fields = encoder.encode(record)
+    body = b'{"head":' + encoder.encode(head) + b"," + fields[1:]
+    return _PREFIX + hashlib.sha256(body).hexdigest().encode() + _MIDDLE + body + _SUFFIX
+
+
+def decode_record(kind: type[R], data: bytes, *, where: str) -> R:
+    """Check and parse a record's file.
+
+    Args:
+        where: the object's key, for messages.
+
+    Raises:
+        Corrupt: the bytes are not those that were written, or not a record of this kind.
+        IncompatibleFormat: a newer format, or a required feature that this version lacks.
+    """
+    body = _check_envelope(data, where)
+    try:
+        head = msgspec.json.decode(body, type=_Peek).head
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise Corrupt(f"{where}: not a shardkeep record: {error}") from None
+    if head.format > FORMAT_VERSION:
+        raise IncompatibleFormat(
+            f"{where}: written in format {head.format}; this version reads up to {FORMAT_VERSION}",
+            advice="upgrade shardkeep to read this checkpoint",
+        )
+    if missing := sorted(set(head.requires) - FEATURES):
+        raise IncompatibleFormat(
+            f"{where}: needs the features {', '.join(missing)}, which this version lacks",
+            advice="upgrade shardkeep to read this checkpoint",
+        )
+    if head.kind != KINDS[kind]:
+        raise Corrupt(f"{where}: expected a {KINDS[kind]} record, found a {head.kind} record")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise Corrupt(f"{where}: malformed {KINDS[kind]} record: {error}") from None
+
+
+def _check_envelope(data: bytes, where: str) -> memoryview:
+    start = len(_PREFIX) + 64 + len(_MIDDLE)
+    digest = data[len(_PREFIX) : len(_PREFIX) + 64]
+    framed = (
+        data.startswith(_PREFIX)
+        and data[start - len(_MIDDLE) : start] == _MIDDLE
+        and data.endswith(_SUFFIX)
+        and len(data) > start + len(_SUFFIX)
+    )
+    if not framed:
+        raise Corrupt(f"{where}: not a shardkeep record ({len(data)} bytes, begins with {data[:16]!r})")
+    body = memoryview(data)[start : -len(_SUFFIX)]
+    found = hashlib.sha256(body).hexdigest().encode()
+    if found != digest:
+        raise Corrupt(f"{where}: its sha256 is {found.decode()}, the record says {digest.decode(errors='replace')}")
+    return body

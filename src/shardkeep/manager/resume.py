@@ -1,0 +1,219 @@
+"""How a start finds its place: recover, choose, claim, restore, and fall back where a checkpoint is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from shardkeep.engine.environment import describe_environment
+from shardkeep.engine.recover import check_commit, choose_steps, roll_forward
+from shardkeep.engine.restore import restore
+from shardkeep.engine.run import (
+    claim_generation,
+    create_run,
+    read_commit,
+    read_generation,
+    scan_run,
+    write_mark,
+)
+from shardkeep.errors import Corrupt, NotCommitted, NotFound, UsageError
+from shardkeep.events import Event, EventSink
+from shardkeep.format.names import StepRef
+from shardkeep.ranks.base import Group
+from shardkeep.storage.base import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeReport:
+    """What a resume did.
+
+    Attributes:
+        step: optimizer steps done; 0 for a fresh start.
+        fresh: nothing was restored.
+        generation: the number of this start.
+        parent: the checkpoint that was restored, or None.
+        bytes_read: what this rank read from storage.
+        lines: everything a person should know, one sentence each.
+    """
+
+    step: int
+    fresh: bool
+    generation: int
+    parent: StepRef | None
+    bytes_read: int
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+class Claim(Struct, kw_only=True):
+    """The coordinator's choice, the same on every rank."""
+
+    run_id: str
+    generation: int
+    nonce: str
+    parent: StepRef | None
+    lines: tuple[str, ...]
+
+
+def resume_run(
+    store: Store,
+    group: Group,
+    events: EventSink,
+    state: Mapping[str, Any],
+    *,
+    fresh: bool,
+    step: int | None,
+    cast: bool,
+) -> tuple[ResumeReport, Claim]:
+    """Claim a generation and restore its parent; on damage pass over to the next older complete checkpoint.
+
+    Raises:
+        NotFound: the step that was asked for does not exist. Corrupt: every checkpoint is damaged, or the one that was
+            asked for. StateMismatch: the live state does not fit; nothing was restored. StorageError: storage failed;
+            transient trouble never makes a resume fall back.
+    """
+    lines: list[str] = []
+    while True:
+        claim = claim_next(store, group, events, fresh=fresh, step=step)
+        lines += claim.lines
+        if claim.parent is None:
+            return _report(claim, lines, 0), claim
+        try:
+            bytes_read, notes = restore_step(store, group, claim, state, cast=cast)
+        except Corrupt as error:
+            _quarantine(store, group, events, claim, error)
+            if step is not None:
+                raise
+            lines.append(f"{claim.parent} is damaged and was passed over: {error.message.splitlines()[0]}")
+            continue
+        return _report(claim, lines + list(notes), bytes_read), claim
+
+
+def _report(claim: Claim, lines: list[str], bytes_read: int) -> ResumeReport:
+    step = claim.parent.step if claim.parent else 0
+    where = f"resumed from {claim.parent}" if claim.parent else "fresh start: there is no checkpoint to resume from"
+    return ResumeReport(
+        step=step,
+        fresh=claim.parent is None,
+        generation=claim.generation,
+        parent=claim.parent,
+        bytes_read=bytes_read,
+        lines=(f"{where}; this is generation {claim.generation}", *dict.fromkeys(lines)),
+    )
+
+
+def claim_next(store: Store, group: Group, events: EventSink, *, fresh: bool, step: int | None) -> Claim:
+    """Choose a parent, claim the next generation for it, and check that all ranks see the same root."""
+    if fresh and step is not None:
+        raise UsageError("resume(fresh=True, step=...) contradict each other: a fresh start has no step")
+    verdict = group.agree(
+        "resume.claim",
+        lambda: b"",
+        lambda found: msgspec.json.encode(_claim(store, events, fresh=fresh, step=step, world_size=group.world_size)),
+    )
+    claim = msgspec.json.decode(verdict, type=Claim)
+
+    def look() -> bytes:
+        try:
+            nonce = read_generation(store, claim.generation).nonce
+        except NotFound:
+            nonce = "nothing"
+        if nonce != claim.nonce:
+            raise UsageError(
+                f"{store.url}: rank {group.rank} does not see what rank 0 just wrote there: the root is not shared",
+                rank=group.rank,
+                advice="give a path on a file system that all nodes mount, or an object store's URL",
+            )
+        return b""
+
+    group.agree("resume.look", look, lambda found: b"")
+    return claim
+
+
+def _claim(store: Store, events: EventSink, *, fresh: bool, step: int | None, world_size: int) -> Claim:
+    if step is not None and scan_run(store) is None:
+        raise NotFound(f"{store.url}: there is no run here, so no step {step}", advice="check the path")
+    run_id = create_run(store)
+    lines: list[str] = []
+    while True:
+        parent = None if fresh else _choose(store, events, run_id, step, lines)
+        record = claim_generation(store, run_id, parent, world_size=world_size, environment=describe_environment())
+        if record is not None:
+            break
+        lines.append(f"{parent} was removed while this start chose it")
+    if fresh:
+        lines.append("a fresh start was asked for; earlier checkpoints stay, on a timeline of their own")
+    return Claim(run_id=run_id, generation=record.generation, nonce=record.nonce, parent=parent, lines=tuple(lines))
+
+
+def _choose(store: Store, events: EventSink, run_id: str, step: int | None, lines: list[str]) -> StepRef | None:
+    """Return the checkpoint to resume from, or None when there never was one."""
+    view = scan_run(store)
+    if view is None or not view.generations:
+        return None
+    for ref in roll_forward(store, view, events):
+        lines.append(f"{ref}: all its parts were durable, so it was committed now")
+        view = scan_run(store) or view
+    damaged: list[str] = []
+    for ref in choose_steps(store, view, step=step):
+        try:
+            check_commit(store, view, ref)
+        except (Corrupt, NotCommitted):
+            # Looked at twice, so that a slip of the transport is not taken for damage.
+            try:
+                check_commit(store, view, ref)
+            except (Corrupt, NotCommitted) as error:
+                damaged.append(f"{ref}: {error.message}")
+                events.emit(Event(name="resume.damaged", level="error", text=damaged[-1], fields={"step": ref.step}))
+                write_mark(store, run_id, "quarantine", ref, error.message)
+                lines.append(f"{ref} is damaged and was passed over: {error.message}")
+                continue
+        return ref
+    if view.timeline:
+        known = damaged or [f"{ref}: quarantined earlier" for ref in view.timeline]
+        raise Corrupt(
+            f"{store.url}: there are checkpoints, and none can be read; nothing was started or removed\n  - "
+            + "\n  - ".join(known),
+            advice=f"shardkeep verify {store.url}; or start anew with resume(fresh=True)",
+        )
+    if tries := [ref for ref, folder in view.folders.items() if not folder.committed]:
+        lines.append(f"{len(tries)} saves that were never completed do not count ({tries[-1]} is the last)")
+    return None
+
+
+def restore_step(
+    store: Store, group: Group, claim: Claim, state: Mapping[str, Any], *, cast: bool
+) -> tuple[int, tuple[str, ...]]:
+    """Restore the claim's parent; return the bytes this rank read and what a person should know."""
+    from shardkeep.state.restore import plan_restore
+
+    assert claim.parent is not None
+    commit = read_commit(store, claim.parent, run_id=claim.run_id)
+    notes: list[str] = []
+    origin = (int(claim.run_id[:15], 16), claim.generation, group.rank)
+    done = restore(
+        store,
+        group,
+        commit,
+        lambda catalog: plan_restore(state, catalog, cast=cast),
+        lambda plan: notes.extend(plan.finish(rng_derivation=origin)),
+    )
+    return done.bytes_read, tuple(notes)
+
+
+def _quarantine(store: Store, group: Group, events: EventSink, claim: Claim, error: Corrupt) -> None:
+    assert claim.parent is not None
+    parent = claim.parent
+
+    def mark(found: list[bytes]) -> bytes:
+        write_mark(store, claim.run_id, "quarantine", parent, error.message)
+        events.emit(Event(name="resume.damaged", level="error", text=str(error), fields={"step": parent.step}))
+        return b""
+
+    group.agree("resume.quarantine", lambda: b"", mark)
