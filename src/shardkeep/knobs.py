@@ -34,6 +34,7 @@ KNOBS: Final = {
     knob.name: knob
     for knob in (
         _knob("BARRIER_TIMEOUT_S", 1800.0, "s", 0.1, "how long a rank waits for its peers in one phase"),
+        _knob("PEER_SILENCE_S", 60.0, "s", 0.2, "how long a rank may show no sign of life before it counts as lost"),
         _knob("IO_THREADS", 2, "threads", 1, "threads that write or read blocks of one checkpoint per rank"),
         _knob("RING_BLOCKS", 6, "blocks of 8 MiB", 2, "host memory a blocking save or a load may use"),
         _knob("SHARD_BYTES", 5_000_000_000, "bytes", 1 << 20, "size at which a new shard file is begun"),

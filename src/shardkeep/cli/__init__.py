@@ -1,1 +1,1 @@
-"""The command. Each module is one subcommand; nothing here decides what the library does not."""
+"""The command `shardkeep`: looks at runs, checks, compares, prunes and rolls them back. Needs no torch."""

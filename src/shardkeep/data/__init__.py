@@ -1,1 +1,1 @@
-"""Loaders whose position is a number."""
+"""Loaders whose position is a number. Its modules import torch; this page does not."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkeep.engine.restore import CheckpointReader
 from shardkeep.errors import NotFound, UsageError
-from shardkeep.format.records import CommitRecord
+from shardkeep.format.records import CommitRecord, decode_metrics
 from shardkeep.format.values import decode_value
 from shardkeep.spec.chunks import Chunk
 from shardkeep.spec.dtypes import get_dtype
@@ -44,7 +44,7 @@ class Checkpoint:
     @property
     def metrics(self) -> dict[str, float]:
         """The numbers that were given with the save."""
-        return dict(self.commit.facts.metrics)
+        return decode_metrics(self.commit.facts.metrics)
 
     def keys(self) -> list[str]:
         """Return the key of every tensor, ascending; tied ones and views included."""

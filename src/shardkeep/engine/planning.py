@@ -32,7 +32,6 @@ from shardkeep.plan.structure import (
 )
 from shardkeep.ranks.base import Group
 from shardkeep.spec.tensors import Captured
-from shardkeep.types import Json
 
 
 class _Summary(Struct, kw_only=True):
@@ -88,7 +87,7 @@ class Agreed:
     differing: tuple[str, ...]
     shard_limit_bytes: int
     captured: Captured
-    values: dict[str, Json]
+    values: dict[str, msgspec.Raw]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,19 +136,20 @@ def describe_structure(captured: Captured) -> Structure:
     return Structure(tensors=held, aliases=captured.aliases, views=views)
 
 
-def encode_values(captured: Captured) -> dict[str, Json]:
-    """Return the values as JSON. Raises UnsupportedState for what cannot be stored without pickle."""
-    return {name: encode_value(value, name) for name, value in sorted(captured.values.items())}
+def encode_values(captured: Captured) -> dict[str, msgspec.Raw]:
+    """Return the values as JSON text. Raises UnsupportedState for what cannot be stored without pickle.
 
-
-def digest_values(values: Mapping[str, Json], per_rank: frozenset[str]) -> dict[str, str]:
-    """Return a digest of each value that should be the same on all ranks that have it."""
-    encoder = msgspec.json.Encoder()
+    As text, because the order of a dict's keys is part of the value, and a record's encoder sorts keys.
+    """
     return {
-        name: xxhash.xxh3_128_hexdigest(encoder.encode(value))
-        for name, value in values.items()
-        if name not in per_rank
+        name: msgspec.Raw(msgspec.json.encode(encode_value(value, name)))
+        for name, value in sorted(captured.values.items())
     }
+
+
+def digest_values(values: Mapping[str, msgspec.Raw], per_rank: frozenset[str]) -> dict[str, str]:
+    """Return a digest of each value that should be the same on all ranks that have it."""
+    return {name: xxhash.xxh3_128_hexdigest(text) for name, text in values.items() if name not in per_rank}
 
 
 def agree_plan(
@@ -165,7 +165,7 @@ def agree_plan(
         UnsupportedState: a value cannot be stored. StateMismatch: ranks hold different things under one name.
         UsageError: ranks save different steps. PeerFailure: the same, found by another rank.
     """
-    values: dict[str, Json] = {}
+    values: dict[str, msgspec.Raw] = {}
     details = _Details()
     taken: list[Captured] = []
 

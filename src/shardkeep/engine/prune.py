@@ -15,7 +15,7 @@ from shardkeep.engine.run import WRITER, RunView, StepFolder, list_generations, 
 from shardkeep.errors import Corrupt, Fenced, NotCommitted
 from shardkeep.events import Event, EventSink
 from shardkeep.format.names import COMMIT_RECORD, PRUNE_INTENT, StepRef, find_part
-from shardkeep.format.records import PruneRecord, encode_record
+from shardkeep.format.records import PruneRecord, decode_metrics, encode_record
 from shardkeep.plan.retention import Candidate, Keep, plan_removal
 from shardkeep.storage.base import Store
 
@@ -75,7 +75,7 @@ def _candidate(store: Store, view: RunView, ref: StepRef) -> Candidate:
         # A damaged record is for verify to report; retention neither counts on it nor rates it.
         return Candidate(ref=ref, metrics={}, healthy=False, held=held)
     healthy = facts.healthy and ref not in view.quarantined
-    return Candidate(ref=ref, metrics=facts.metrics, healthy=healthy, held=held)
+    return Candidate(ref=ref, metrics=decode_metrics(facts.metrics), healthy=healthy, held=held)
 
 
 def prune(

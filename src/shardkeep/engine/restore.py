@@ -71,7 +71,7 @@ class CheckpointReader:
     def find_stored(self, key: str, wanted: Chunk) -> Iterator[tuple[PartReader, Chunk, int, int]]:
         """Yield `(part, stored chunk, shard, begin)` for every stored chunk that overlaps `wanted`."""
         record = self.table.tensors[key]
-        for chunk, owner in iter_pieces(record, self.table):
+        for chunk, owner in iter_pieces(record, self.table, within=wanted if wanted.numel else None):
             if wanted.numel == 0 or intersect(chunk, wanted) is not None:
                 part = self.part(owner)
                 for stored in part.record.tensors.get(key, ()):

@@ -145,17 +145,18 @@ def scan_run(store: Store) -> RunView | None:
             )
         return None
     numbers = list_generations(store)
-    records = _read_chain(store, numbers, run_id)
+    records = read_chain(store, numbers, run_id)
     folders: dict[StepRef, StepFolder] = {}
     for number in records:
         folders.update(list_step_folders(store, number))
-    quarantined, held = _read_marks(store)
+    quarantined, held = read_marks(store)
     return RunView(
         run_id=run_id, generations=records, numbers=numbers, folders=folders, quarantined=quarantined, held=held
     )
 
 
-def _read_chain(store: Store, numbers: tuple[int, ...], run_id: str) -> dict[int, GenerationRecord]:
+def read_chain(store: Store, numbers: tuple[int, ...], run_id: str) -> dict[int, GenerationRecord]:
+    """Return the newest claimed generation and its ancestors. Raises Corrupt when one of them is damaged or gone."""
     records: dict[int, GenerationRecord] = {}
     pending = list(numbers)
     while pending:
@@ -165,7 +166,8 @@ def _read_chain(store: Store, numbers: tuple[int, ...], run_id: str) -> dict[int
         except NotFound:
             if records:
                 raise Corrupt(f"generation {number} is a parent but its record is missing") from None
-            continue  # A folder that nobody claimed: its claimant died before the record was written.
+            _check_unclaimed(store, number)
+            continue
         if record.run_id != run_id:
             raise Corrupt(f"generation {number} belongs to run {record.run_id}, this root to run {run_id}")
         records[number] = record
@@ -173,6 +175,16 @@ def _read_chain(store: Store, numbers: tuple[int, ...], run_id: str) -> dict[int
         if record.parent is not None and record.parent.generation >= number:
             raise Corrupt(f"generation {number} names generation {record.parent.generation} as its parent: not older")
     return records
+
+
+def _check_unclaimed(store: Store, number: int) -> None:
+    """Accept a folder whose claimant died before its record was written; it wrote nothing else before that."""
+    folder = f"{format_generation(number)}/"
+    if any(find_step(number, name) for name in store.list_folders(folder)):
+        raise Corrupt(
+            f"{store.url}/{folder} holds checkpoints but no {GENERATION_RECORD}",
+            advice=f"restore {folder}{GENERATION_RECORD} from another copy of the run",
+        )
 
 
 def list_step_folders(store: Store, number: int) -> dict[StepRef, StepFolder]:
@@ -187,7 +199,8 @@ def list_step_folders(store: Store, number: int) -> dict[StepRef, StepFolder]:
     return {ref: StepFolder(ref=ref, files=found) for ref, found in sorted(files.items())}
 
 
-def _read_marks(store: Store) -> tuple[frozenset[StepRef], frozenset[StepRef]]:
+def read_marks(store: Store) -> tuple[frozenset[StepRef], frozenset[StepRef]]:
+    """Return the steps that a mark calls quarantined, and those held; by the marks' names alone."""
     found: dict[str, set[StepRef]] = {}
     for info in store.list_objects(f"{MARKS}/"):
         mark = find_mark(info.key)

@@ -35,9 +35,10 @@ from shardkeep.format.records import (
     LayoutTable,
     PartRecord,
     PartSummary,
+    encode_metrics,
     encode_record,
 )
-from shardkeep.plan.shards import ShardPlan, plan_all_outgoing, plan_own_outgoing, plan_shards
+from shardkeep.plan.shards import ShardPlan, plan_all_outgoing, plan_outgoing, plan_own_outgoing, plan_shards
 from shardkeep.ranks.base import Group
 from shardkeep.spec.tensors import Captured
 from shardkeep.storage.base import Store
@@ -138,7 +139,7 @@ class Saver:
         if self._shards is None or self._shards[0] != agreed.digest:
             per_rank = frozenset(agreed.table.per_rank)
             own = {t.key: (t.dtype, t.shape) for t in agreed.captured.tensors if t.key in per_rank}
-            outgoing = plan_all_outgoing(agreed.table).get(self._group.rank, []) + plan_own_outgoing(own)
+            outgoing = plan_outgoing(agreed.table, self._group.rank) + plan_own_outgoing(own)
             plans = plan_shards(outgoing, self._group.rank, limit_bytes=agreed.shard_limit_bytes)
             self._shards = agreed.digest, plans
         return self._shards[1]
@@ -148,7 +149,7 @@ class Saver:
             layout=agreed.table,
             holders=agreed.holders,
             differing=agreed.differing,
-            metrics={name: float(value) for name, value in sorted(options.metrics.items())},
+            metrics=encode_metrics(options.metrics),
             healthy=options.healthy,
             created_at=now(),
             environment=describe_environment(),

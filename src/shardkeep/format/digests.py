@@ -36,7 +36,7 @@ def digest_leaves(data: memoryview) -> bytes:
     `data` is contiguous and starts at a leaf; only the last leaf may be short. About 7 us per leaf, during which
     the interpreter lock is held.
     """
-    flat = data.cast("B")
+    flat = _flat(data)
     digest = xxhash.xxh3_128_digest
     return b"".join([digest(flat[start : start + LEAF_BYTES]) for start in range(0, len(flat), LEAF_BYTES)])
 
@@ -47,7 +47,7 @@ def find_bad_leaf(data: memoryview, digests: bytes | memoryview) -> int | None:
     Raises:
         UsageError: `digests` are not those of as many leaves as `data` has.
     """
-    flat = data.cast("B")
+    flat = _flat(data)
     if len(digests) != DIGEST_BYTES * leaf_count(len(flat)):
         raise UsageError(f"{len(digests)} bytes of digests for {leaf_count(len(flat))} leaves of {len(flat)} bytes")
     found = digest_leaves(flat)
@@ -57,6 +57,11 @@ def find_bad_leaf(data: memoryview, digests: bytes | memoryview) -> int | None:
     return next(
         at // DIGEST_BYTES for at in starts if found[at : at + DIGEST_BYTES] != digests[at : at + DIGEST_BYTES]
     )
+
+
+def _flat(data: memoryview) -> memoryview:
+    # An empty view cannot be cast.
+    return data.cast("B") if data.nbytes else memoryview(b"")
 
 
 class DigestTable:

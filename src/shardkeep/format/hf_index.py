@@ -32,9 +32,11 @@ def encode_hf_index(weight_map: Mapping[str, str], total_size_bytes: int) -> byt
     """Return the text of an index, laid out and ordered as Hugging Face's own writers do.
 
     Raises:
-        UsageError: a file name that no reader should follow.
+        UsageError: a file name that no reader should follow, or a name that is not valid Unicode.
     """
     for tensor, file in weight_map.items():
+        if not tensor or not is_plain_text(tensor):
+            raise UsageError(f"index entry {tensor!r}: expected a name of valid Unicode")
         if (problem := _find_problem(file)) is not None:
             raise UsageError(f"index entry {tensor!r}: file name {file!r} {problem}")
     index = {"metadata": {"total_size": total_size_bytes}, "weight_map": dict(weight_map)}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Annotated, Final
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from shardkeep.errors import UsageError
 
@@ -26,11 +26,14 @@ _MARK = re.compile(r"([a-z]+)-g(\d{4,9})-step-(\d{8,15})\.([1-9]\d{0,5})-([0-9a-
 
 
 class StepRef(Struct, frozen=True, gc=False, order=True):
-    """One try at one step: the address of a checkpoint within a run. Ordered by step first."""
+    """One try at one step: the address of a checkpoint within a run. Ordered by step first.
 
-    step: int
-    generation: int
-    attempt: int = 1
+    The bounds are those of the names; a record that goes beyond them is refused when it is read.
+    """
+
+    step: Annotated[int, Meta(ge=0, lt=10**15)]
+    generation: Annotated[int, Meta(ge=1, lt=10**9)]
+    attempt: Annotated[int, Meta(ge=1, lt=10**6)] = 1
 
     @property
     def folder(self) -> str:
@@ -69,8 +72,18 @@ def format_shard(section: str, rank: int, sequence: int) -> str:
     return f"{section}-r{rank:05d}-{sequence:05d}.safetensors"
 
 
+def find_shard(name: str) -> tuple[str, int, int] | None:
+    """Return the section, rank and sequence number that a file name stands for, or None."""
+    match = _SHARD.match(name)
+    if not match or not is_section(match[1]):
+        return None
+    found = match[1], int(match[2]), int(match[3])
+    return found if format_shard(*found) == name else None
+
+
 def is_shard(name: str) -> bool:
-    return _SHARD.match(name) is not None
+    """Say whether a file name is that of a shard."""
+    return find_shard(name) is not None
 
 
 def format_part(rank: int) -> str:
@@ -88,13 +101,18 @@ def format_digests(rank: int) -> str:
 
 
 def is_section(name: str) -> bool:
+    """Say whether a section may have this name, which begins the names of its files."""
     return _SECTION.match(name) is not None
 
 
 def is_asset(name: str) -> bool:
-    """Say whether a user's file may lie beside the shards under this name."""
-    reserved = name in (COMMIT_RECORD, PRUNE_INTENT, HF_INDEX, GENERATION_RECORD, RUN_RECORD)
-    ours = is_shard(name) or find_part(name) is not None or name.startswith("digests-r")
+    """Say whether a user's file may lie beside the shards under this name.
+
+    Names that differ from ours in case only are refused too: some file systems take them for the same.
+    """
+    lower = name.lower()
+    reserved = lower in (COMMIT_RECORD, PRUNE_INTENT, HF_INDEX, GENERATION_RECORD, RUN_RECORD)
+    ours = _SHARD.match(lower) is not None or lower.startswith(("part-r", "digests-r"))
     return _ASSET.match(name) is not None and not reserved and not ours
 
 
@@ -109,7 +127,8 @@ def find_mark(key: str) -> tuple[str, StepRef] | None:
     match = _MARK.match(name) if folder == MARKS else None
     if not match:
         return None
-    return match[1], StepRef(step=int(match[3]), generation=int(match[2]), attempt=int(match[4]))
+    kind, ref = match[1], StepRef(step=int(match[3]), generation=int(match[2]), attempt=int(match[4]))
+    return (kind, ref) if format_mark(kind, ref, match[5]) == key else None
 
 
 def check_step(step: int) -> None:

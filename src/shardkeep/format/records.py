@@ -8,16 +8,22 @@ version, kind and the features that a reader must understand.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Final, TypeVar
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from shardkeep.errors import Corrupt, IncompatibleFormat
 from shardkeep.format.names import StepRef
 from shardkeep.format.versions import FEATURES, FORMAT_VERSION
 from shardkeep.spec.chunks import Chunk
 from shardkeep.spec.layout import Layout, Mesh
+
+_Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_WorldSize = Annotated[int, Meta(ge=1, lt=10**7)]
+_Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 _PREFIX: Final = b'{"sha256":"'
 _MIDDLE: Final = b'","body":'
@@ -36,8 +42,8 @@ class Head(Struct, frozen=True, gc=False, kw_only=True):
 class FileRecord(Struct, frozen=True, gc=False):
     """A file by size and sha256 (hex)."""
 
-    size_bytes: int
-    sha256: str
+    size_bytes: _Count
+    sha256: _Digest
 
 
 class RunRecord(Struct, frozen=True, kw_only=True):
@@ -52,14 +58,15 @@ class GenerationRecord(Struct, frozen=True, kw_only=True):
     Attributes:
         parent: the commit it resumed from, or None for a fresh start.
         nonce: tells two claimants of one number apart.
+        world_size: ranks of the job; 0 for a rollback, which no job made.
         created_at: wall clock of the claim, for people only; nothing is ordered by it.
     """
 
     run_id: str
-    generation: int
+    generation: Annotated[int, Meta(ge=1, lt=10**9)]
     parent: StepRef | None
     nonce: str
-    world_size: int
+    world_size: Annotated[int, Meta(ge=0, lt=10**7)]
     created_at: str
     environment: dict[str, str] = {}
 
@@ -68,7 +75,7 @@ class ShardRecord(Struct, frozen=True, gc=False, array_like=True):
     """One shard file of a part."""
 
     name: str
-    size_bytes: int
+    size_bytes: _Count
     section: str
 
 
@@ -76,19 +83,19 @@ class StoredChunk(Struct, frozen=True, gc=False, array_like=True):
     """Where one chunk's bytes are: `shard` indexes the part's shards, `[begin, end)` are bytes of that file."""
 
     chunk: Chunk
-    shard: int
-    begin: int
-    end: int
+    shard: _Count
+    begin: _Count
+    end: _Count
 
 
 class PerRankTensor(Struct, frozen=True, gc=False, array_like=True):
     """A tensor that each rank keeps for itself, stored whole by the rank whose part names it."""
 
     dtype: str
-    shape: tuple[int, ...]
-    shard: int
-    begin: int
-    end: int
+    shape: tuple[_Count, ...]
+    shard: _Count
+    begin: _Count
+    end: _Count
 
 
 class TensorRecord(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
@@ -140,8 +147,30 @@ class LayoutTable(Struct, frozen=True, kw_only=True):
 class ValueHolder(Struct, frozen=True, gc=False, array_like=True):
     """Names of values that stand in `rank`'s part and in no part before it in the list."""
 
-    rank: int
+    rank: _Count
     names: tuple[str, ...]
+
+
+Metric = float | Literal["nan", "inf", "-inf"]
+"""A number as JSON can hold it."""
+
+
+def encode_metrics(metrics: Mapping[str, float]) -> dict[str, Metric]:
+    """Return metrics as they are stored, ascending by name; a loss that is nan must not spoil the record."""
+    return {name: _encode_metric(float(value)) for name, value in sorted(metrics.items())}
+
+
+def _encode_metric(value: float) -> Metric:
+    if math.isnan(value):
+        return "nan"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return value
+
+
+def decode_metrics(stored: Mapping[str, Metric]) -> dict[str, float]:
+    """Undo `encode_metrics`."""
+    return {name: float(value) for name, value in stored.items()}
 
 
 class Facts(Struct, frozen=True, kw_only=True):
@@ -150,7 +179,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     Attributes:
         holders: where each value is found; the first holder is rank 0.
         differing: names of values that were not equal on all ranks that have them.
-        metrics: numbers that the user gave with the save (`loss`), for retention by the best.
+        metrics: numbers that the user gave with the save (`loss`), for retention by the best; see `encode_metrics`.
         healthy: False when the user said that this checkpoint must not be relied on.
         created_at: wall clock, for people only.
         assets: user's files beside the shards.
@@ -159,7 +188,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     layout: LayoutTable
     holders: tuple[ValueHolder, ...]
     differing: tuple[str, ...] = ()
-    metrics: dict[str, float] = {}
+    metrics: dict[str, Metric] = {}
     healthy: bool = True
     created_at: str = ""
     environment: dict[str, str] = {}
@@ -171,8 +200,8 @@ class PartRecord(Struct, frozen=True, kw_only=True):
 
     run_id: str
     ref: StepRef
-    rank: int
-    world_size: int
+    rank: _Count
+    world_size: _WorldSize
     plan: str
     shards: tuple[ShardRecord, ...]
     digests: FileRecord
@@ -185,10 +214,10 @@ class PartRecord(Struct, frozen=True, kw_only=True):
 class PartSummary(Struct, frozen=True, gc=False, array_like=True):
     """One part as the commit record names it."""
 
-    size_bytes: int
-    sha256: str
-    shard_bytes: int
-    shard_count: int
+    size_bytes: _Count
+    sha256: _Digest
+    shard_bytes: _Count
+    shard_count: _Count
 
 
 class CommitRecord(Struct, frozen=True, kw_only=True):
@@ -196,10 +225,28 @@ class CommitRecord(Struct, frozen=True, kw_only=True):
 
     run_id: str
     ref: StepRef
-    world_size: int
+    world_size: _WorldSize
     plan: str
     parts: tuple[PartSummary, ...]
     facts: Facts
+
+
+class FactsBrief(Struct, frozen=True, kw_only=True):
+    """The part of `Facts` that a list of checkpoints shows."""
+
+    metrics: dict[str, Metric] = {}
+    healthy: bool = True
+    created_at: str = ""
+
+
+class CommitBrief(Struct, frozen=True, kw_only=True):
+    """`commit.json` without its layout, which is nearly all of it: quick to decode for a list of checkpoints."""
+
+    run_id: str
+    ref: StepRef
+    world_size: _WorldSize
+    parts: tuple[PartSummary, ...]
+    facts: FactsBrief
 
 
 class MarkRecord(Struct, frozen=True, kw_only=True):
@@ -217,7 +264,7 @@ class PruneRecord(Struct, frozen=True, kw_only=True):
 
     run_id: str
     ref: StepRef
-    by_generation: int
+    by_generation: _Count
 
 
 KINDS: Final[dict[type[Struct], str]] = {
@@ -225,6 +272,7 @@ KINDS: Final[dict[type[Struct], str]] = {
     GenerationRecord: "generation",
     PartRecord: "part",
     CommitRecord: "commit",
+    CommitBrief: "commit",
     MarkRecord: "mark",
     PruneRecord: "prune",
 }
@@ -260,6 +308,8 @@ def decode_record(kind: type[R], data: bytes, *, where: str) -> R:
         head = msgspec.json.decode(body, type=_Peek).head
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise Corrupt(f"{where}: not a shardkeep record: {error}") from None
+    if head.format < 1:
+        raise Corrupt(f"{where}: written in format {head.format}; expected 1 or more")
     if head.format > FORMAT_VERSION:
         raise IncompatibleFormat(
             f"{where}: written in format {head.format}; this version reads up to {FORMAT_VERSION}",

@@ -109,7 +109,7 @@ def plan_shard(
     length = len(text) + padding
     if length > MAX_HEADER_BYTES:
         raise UsageError(
-            f"a shard of {len(tensors)} tensors needs a header of {length} bytes; safetensors allows {MAX_HEADER_BYTES}",
+            f"a shard of {len(tensors)} tensors needs a header of {length} bytes; the cap is {MAX_HEADER_BYTES}",
             advice="spread the tensors over more shards (SHARDKEEP_SHARD_BYTES)",
         )
     data = length.to_bytes(8, "little") + text + b" " * padding
@@ -159,23 +159,25 @@ def parse_shard_header(data: bytes, size_bytes: int) -> ShardHeader:
     if real_dtypes:
         name = min(real_dtypes)
         raise Corrupt(f"safetensors metadata {DTYPES_KEY!r} names {name[:200]!r}, which is not in the file", key=name)
-    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end, tensor.name))
+    # Stable: empty tensors at one offset stay in the header's order.
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
     _check_cover(tensors, size_bytes - 8 - length)
     return ShardHeader(tuple(tensors), metadata, data[: 8 + length], size_bytes)
 
 
 def _check_entries(entries: Sequence[tuple[str, str, Sequence[int]]]) -> None:
     names: set[str] = set()
-    for name, _, shape in entries:
+    for name, dtype, shape in entries:
         if not name or name == _METADATA or not is_plain_text(name):
             raise UsageError(f"tensor name {name!r}: expected non-empty valid Unicode other than {_METADATA!r}")
         if name in names:
             raise UsageError(f"tensor {name!r} stands twice in one shard")
         names.add(name)
-        if any(size < 0 for size in shape) or len(shape) > MAX_DIMS - 1:
-            raise UsageError(
-                f"tensor {name!r}: shape {tuple(shape)[:8]} is negative or has over {MAX_DIMS - 1} dimensions"
-            )
+        if any(size < 0 for size in shape):
+            raise UsageError(f"tensor {name!r}: shape {tuple(shape)[:8]} has a negative size")
+        # Stored as bytes, a dtype without a tag takes one dimension more.
+        if len(shape) + (get_dtype(dtype).tag is None) > MAX_DIMS:
+            raise UsageError(f"tensor {name!r} of {len(shape)} dimensions: a shard holds up to {MAX_DIMS}")
 
 
 def _plan_metadata(metadata: Mapping[str, str], untagged: dict[str, str]) -> dict[str, str]:

@@ -11,7 +11,14 @@ import math
 import re
 from typing import Any, Final
 
-from shardkeep.format.value_atoms import decode_base64, decode_str, encode_base64, encode_str, is_plain_text
+from shardkeep.format.value_atoms import (
+    MAX_PLAIN_INT,
+    decode_base64,
+    decode_str,
+    encode_base64,
+    encode_str,
+    is_plain_text,
+)
 from shardkeep.types import Json
 
 MAX_DIMS: Final = 64
@@ -77,7 +84,7 @@ def decode_scalar(body: Any) -> Any:
         if type(content) is not str or not is_plain_text(content):
             raise ValueError("expected a string")
         return numpy.str_(content)
-    if kind[0] == ">" or kind[1:2] in ("S", "U"):
+    if kind.startswith(">") or kind[1:2] in ("S", "U"):
         raise ValueError(f"expected the dtype of a scalar, found {kind[:40]!r}")
     return _build(kind, "C", (), decode_base64(content))[()]
 
@@ -92,9 +99,9 @@ def decode_array(body: Any) -> Any:
     dtype, order, shape, content = body
     if type(shape) is not list or len(shape) > MAX_DIMS:
         raise ValueError(f"expected a shape of at most {MAX_DIMS} dimensions")
-    sizes = tuple(size for size in shape if type(size) is int and size >= 0)
+    sizes = tuple(size for size in shape if type(size) is int and 0 <= size <= MAX_PLAIN_INT)
     if len(sizes) != len(shape):
-        raise ValueError("expected a shape of integers that are not negative")
+        raise ValueError("expected a shape of integers from 0 to 2^53-1")
     return _build(dtype, order, sizes, decode_base64(content))
 
 
@@ -108,7 +115,9 @@ def _build(dtype_text: Any, order: Any, shape: tuple[int, ...], data: bytes) -> 
         raise ValueError(f"expected the dtype {dtype.str!r}, found {dtype_text!r}")
     wanted = math.prod(shape) * dtype.itemsize
     if wanted != len(data):
-        raise ValueError(f"dtype {dtype_text} and shape {list(shape)[:8]} need {wanted} bytes, found {len(data)}")
+        raise ValueError(
+            f"dtype {dtype_text} and shape {list(shape)[:8]} need {hex(wanted)[:40]} bytes, found {len(data)}"
+        )
     if dtype.kind == "U" and data and numpy.frombuffer(data, f"{dtype_text[0]}u4").max() > 0x10FFFF:
         raise ValueError("expected code points up to 0x10FFFF")
     array = numpy.ndarray(shape, dtype, buffer=bytearray(data), order="F" if order == "F" else "C")

@@ -145,7 +145,7 @@ class Decoder:
         maxlen = None if limit is None else self._int(limit)
         values = self._items(items)
         if maxlen is not None and not len(values) <= maxlen < 1 << 63:
-            raise self._corrupt(f"a deque of {len(values)} items cannot have the limit {maxlen}")
+            raise self._corrupt(f"a deque of {len(values)} items cannot have the limit {hex(maxlen)[:40]}")
         return collections.deque(values, maxlen)
 
     def _set(self, json: Any, kind: type[set[Any]] | type[frozenset[Any]]) -> Any:

@@ -141,10 +141,15 @@ class Encoder:
         return {"$range": [encode_int(value.start), encode_int(value.stop), encode_int(value.step)]}
 
     def _torch(self, value: TorchValue) -> Json:
-        return {"$torch": [value.kind, value.text]}
+        return {"$torch": [value.kind, self._name(value.text)]}
 
     def _tensor(self, value: TensorRef) -> Json:
-        return {"$tensor": value.key}
+        return {"$tensor": self._name(value.key)}
+
+    def _name(self, text: str) -> str:
+        if not is_plain_text(text):
+            raise self._refusal(f"is called {text!a}, which is not valid Unicode", "rename it before saving")
+        return text
 
     def _other(self, value: Any) -> Json:
         kind = type(value)

@@ -133,7 +133,7 @@ def put_together(entry: Registered, fields: dict[str, Any]) -> Any:
     """Return a dataclass or namedtuple object with these field values; runs neither `__init__` nor `__new__`.
 
     Raises:
-        StateMismatch: the class has other fields now.
+        StateMismatch: the class has other fields now, or does not let them be set.
     """
     if set(fields) != set(entry.fields):
         gone = [f"stored field {name!r} is not in the class" for name in sorted(set(fields) - set(entry.fields))]
@@ -143,9 +143,12 @@ def put_together(entry: Registered, fields: dict[str, Any]) -> Any:
         )
     if entry.kind == "namedtuple":
         return tuple.__new__(entry.cls, [fields[name] for name in entry.fields])
-    value: Any = object.__new__(entry.cls)
-    for name in entry.fields:
-        object.__setattr__(value, name, fields[name])
+    try:
+        value: Any = object.__new__(entry.cls)
+        for name in entry.fields:
+            object.__setattr__(value, name, fields[name])
+    except (AttributeError, TypeError) as error:
+        raise StateMismatch(f"{full_name(entry.cls)} cannot be filled with its stored fields now: {error}") from error
     return value
 
 
@@ -165,7 +168,8 @@ def find_member(entry: Registered, stored: str | int) -> Any:
             member = None
     found = entry.cls if isinstance(stored, str) or getattr(member, "value", None) == stored else None
     if type(member) is not found:
-        raise StateMismatch(f"stored member {stored!r} of {entry.name!r}: {full_name(entry.cls)} has no such member")
+        text = repr(stored) if isinstance(stored, str) else hex(stored)  # decimal fails on very large ones
+        raise StateMismatch(f"stored member {text[:80]} of {entry.name!r}: {full_name(entry.cls)} has no such member")
     return member
 
 

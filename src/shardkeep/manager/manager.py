@@ -181,7 +181,7 @@ class CheckpointManager:
             self._own(self._claim_first())
         assert self._saver is not None
         options = SaveOptions(
-            metrics={name: float(value) for name, value in (metrics or {}).items()},
+            metrics={name: _as_number(name, value) for name, value in (metrics or {}).items()},
             healthy=healthy,
             assets=self._assets,
         )
@@ -241,3 +241,11 @@ class CheckpointManager:
     def _say(self, name: str, text: str, *, level: str = "info", **fields: int) -> None:
         if self.group.rank == 0:
             self._events.emit(Event(name=name, level=level, text=text, fields=dict(fields)))
+
+
+def _as_number(name: str, value: Any) -> float:
+    """Return a metric as a float; a tensor of one element is read here, and only when saving."""
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"metric {name!r}: expected one number, found {type(value).__name__}: {error}") from None

@@ -50,6 +50,8 @@ def plan_ranges(segments: list[Segment], size_bytes: int, leaf_bytes: int, block
     """
     ranges: list[list[int]] = []
     for segment in sorted(segments, key=lambda segment: segment.source):
+        if not segment.length:
+            continue
         begin = segment.source // leaf_bytes * leaf_bytes
         end = min(-(-(segment.source + segment.length) // leaf_bytes) * leaf_bytes, size_bytes)
         if ranges and begin <= ranges[-1][1]:

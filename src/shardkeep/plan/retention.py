@@ -10,12 +10,14 @@ from typing import Literal
 from shardkeep.errors import UsageError
 from shardkeep.format.names import StepRef
 
+_MODES = ("min", "max")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
     """Keep the `count` checkpoints with the best value of a metric that was given with the save.
 
-    A checkpoint without the metric, or with nan, is never among the best.
+    Of equal ones the newest. A checkpoint without the metric, or with nan, or unhealthy, is never among the best.
     """
 
     metric: str
@@ -23,7 +25,12 @@ class Best:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        if not self.metric or self.count < 1 or self.mode not in ("min", "max"):
+        if (
+            not isinstance(self.metric, str)
+            or not self.metric
+            or not _is_count(self.count, 1)
+            or self.mode not in _MODES
+        ):
             raise UsageError(
                 f"Best(metric={self.metric!r}, count={self.count!r}, mode={self.mode!r}): "
                 "expected a name, a count of 1 or more, and 'min' or 'max'"
@@ -45,10 +52,16 @@ class Keep:
     best: Best | None = None
 
     def __post_init__(self) -> None:
-        if self.last is not None and self.last < 0:
-            raise UsageError(f"Keep(last={self.last}): expected 0 or more, or None")
-        if self.every is not None and self.every < 1:
-            raise UsageError(f"Keep(every={self.every}): expected 1 or more, or None")
+        if self.last is not None and not _is_count(self.last, 0):
+            raise UsageError(f"Keep(last={self.last!r}): expected an int of 0 or more, or None")
+        if self.every is not None and not _is_count(self.every, 1):
+            raise UsageError(f"Keep(every={self.every!r}): expected an int of 1 or more, or None")
+        if self.best is not None and not isinstance(self.best, Best):
+            raise UsageError(f"Keep(best={self.best!r}): expected Best('loss') or so, or None")
+
+
+def _is_count(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +83,8 @@ def plan_removal(timeline: Sequence[Candidate], keep: Keep, *, parent: StepRef |
     if not ordered or (keep.last is None and keep.every is None and keep.best is None):
         return ()
     kept = {ordered[-1].ref}
-    kept |= {candidate.ref for candidate in ordered[len(ordered) - keep.last :]} if keep.last else set()
+    if keep.last:
+        kept |= {candidate.ref for candidate in ordered[-keep.last :]}
     if parent is not None:
         kept.add(parent)
     if healthy := [candidate.ref for candidate in ordered if candidate.healthy]:
@@ -88,6 +102,6 @@ def _best(ordered: Sequence[Candidate], rule: Best) -> set[StepRef]:
     rated = [
         (sign * candidate.metrics[rule.metric], -candidate.ref.step, candidate.ref)
         for candidate in ordered
-        if rule.metric in candidate.metrics and not math.isnan(candidate.metrics[rule.metric])
+        if candidate.healthy and not math.isnan(candidate.metrics.get(rule.metric, math.nan))
     ]
     return {ref for _, _, ref in sorted(rated)[: rule.count]}

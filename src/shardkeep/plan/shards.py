@@ -6,15 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardkeep.format.names import format_shard
-from shardkeep.format.records import LayoutTable, PerRankTensor, ShardRecord, StoredChunk
+from shardkeep.format.records import LayoutTable, PerRankTensor, ShardRecord, StoredChunk, TensorRecord
 from shardkeep.format.shard import plan_shard
-from shardkeep.plan.coverage import format_chunk
-from shardkeep.plan.owners import iter_pieces
+from shardkeep.plan.names import RANK_SECTION as RANK_SECTION
+from shardkeep.plan.names import format_piece
+from shardkeep.plan.owners import iter_own_pieces, iter_pieces
 from shardkeep.spec.chunks import Chunk, whole
 from shardkeep.spec.dtypes import get_dtype
-
-RANK_SECTION = "rank"
-"""The section of tensors that each rank keeps for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +56,18 @@ def plan_all_outgoing(table: LayoutTable) -> dict[int, list[Outgoing]]:
     outgoing: dict[int, list[Outgoing]] = {}
     for key, record in table.tensors.items():
         for chunk, owner in iter_pieces(record, table):
-            name = record.name if chunk == whole(record.shape) else record.name + format_chunk(chunk)
-            outgoing.setdefault(owner, []).append(
-                Outgoing(key=key, section=record.section, name=name, dtype=record.dtype, chunk=chunk)
-            )
+            outgoing.setdefault(owner, []).append(_make_outgoing(key, record, chunk))
     return outgoing
+
+
+def plan_outgoing(table: LayoutTable, rank: int) -> list[Outgoing]:
+    """Return what one rank writes of the table's tensors, in O(its tensors) whatever the number of ranks."""
+    return [_make_outgoing(key, record, chunk) for key, record, chunk in iter_own_pieces(table, rank)]
+
+
+def _make_outgoing(key: str, record: TensorRecord, chunk: Chunk) -> Outgoing:
+    name = format_piece(record.name, record.shape, chunk)
+    return Outgoing(key=key, section=record.section, name=name, dtype=record.dtype, chunk=chunk)
 
 
 def plan_own_outgoing(own: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Outgoing]:

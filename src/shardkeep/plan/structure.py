@@ -7,6 +7,7 @@ function, so it does not matter which rank makes it.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,10 +17,12 @@ from msgspec import Struct
 
 from shardkeep.errors import Corrupt, StateMismatch
 from shardkeep.format.records import LayoutTable, TensorRecord, ViewRecord
+from shardkeep.plan.checks import check_table
+from shardkeep.plan.coverage import format_chunk
+from shardkeep.plan.names import find_name_clashes
 from shardkeep.plan.owners import assign_owners
-from shardkeep.spec.chunks import Chunk
-from shardkeep.spec.layout import Layout, Mesh, RankChunk
-
+from shardkeep.spec.chunks import Chunk, is_inside
+from shardkeep.spec.layout import Layout, Mesh, RankChunk, get_cut_order
 
 T = TypeVar("T", str, ViewRecord)
 
@@ -84,89 +87,154 @@ def digest_table(table: LayoutTable, world_size: int) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
+_Found = list[tuple[HeldTensor, tuple[int, ...]]]
+"""What the ranks say of one key: each description with the ranks that gave it, by lowest rank."""
+
+
 def plan_layout(holdings: Sequence[Holding], *, per_rank: frozenset[str] = frozenset()) -> LayoutTable:
     """Merge the structures of all ranks to the table of the checkpoint.
 
     Args:
         holdings: every rank is in exactly one.
         per_rank: keys whose content was found to differ between holders and may (buffers, state): the
-            lowest holder's copy becomes the canonical one, every rank keeps its own besides.
+            lowest holder's copy becomes the canonical one, every rank keeps its own besides. Counts for
+            tensors that are held whole; a layout that cuts a tensor says what each rank holds of it.
 
     Raises:
         StateMismatch: ranks disagree on what a tensor is; lists every such key.
+        UnsupportedState: strided placements that are no cut over other cuts.
     """
     problems: list[str] = []
-    seen: dict[str, list[tuple[HeldTensor, tuple[int, ...]]]] = {}
-    for holding in sorted(holdings, key=lambda h: h.ranks):
+    seen: dict[str, _Found] = {}
+    ordered = sorted(holdings, key=lambda holding: holding.ranks)
+    for holding in ordered:
         for tensor in holding.structure.tensors:
             seen.setdefault(tensor.key, []).append((tensor, holding.ranks))
-    meshes: dict[Mesh, int] = {}
-    records: dict[str, TensorRecord] = {}
     declared = {key for key, found in seen.items() if any(tensor.per_rank for tensor, _ in found)}
+    meshes = _Meshes()
+    records: dict[str, TensorRecord] = {}
     for key in sorted(seen):
         if key in declared:
-            continue
-        record = _merge_tensor(key, seen[key], key in per_rank, meshes, problems)
-        if record is not None:
-            records[key] = record
-    aliases = _merge_links("tied to", [h.structure.aliases for h in holdings], problems)
-    views = _merge_links("a view of", [h.structure.views for h in holdings], problems)
-    problems += [
-        f"{key}: tied on some ranks, a tensor of its own on others" for key in sorted(aliases) if key in seen
-    ]
-    problems += _name_clashes(records)
+            problems += _find_uneven_kinds(key, seen[key])
+        elif problem := _find_disagreement(seen[key]) or meshes.find_absence(seen[key]):
+            problems.append(f"{key}: {problem}")
+        else:
+            records[key] = _make_record(seen[key], key in per_rank, meshes)
+    aliases = _merge_links("tied to", [(h.ranks, h.structure.aliases) for h in ordered], problems)
+    views = _merge_links("a view of", [(h.ranks, h.structure.views) for h in ordered], problems)
+    plain = {key for key in per_rank & seen.keys() if not seen[key][0][0].explicit and seen[key][0][0].mesh is None}
+    kept_apart = tuple(sorted(declared | plain))
+    problems += _find_broken_links(aliases, views, seen, declared)
+    problems += find_name_clashes(records, kept_apart)
     if problems:
         raise StateMismatch(
             "the ranks hold different things under the same names, so nothing was saved",
             problems=problems,
             advice="give each its own name, or wrap it in sk.PerRank(...) or sk.Sharded(...)",
         )
-    table = LayoutTable(
-        meshes=tuple(meshes),
-        tensors=records,
-        aliases=aliases,
-        views=views,
-        per_rank=tuple(sorted(declared | (per_rank & set(seen)))),
+    table = assign_owners(
+        LayoutTable(meshes=tuple(meshes.numbers), tensors=records, aliases=aliases, views=views, per_rank=kept_apart)
     )
-    return assign_owners(table)
+    try:
+        # What a reader would refuse must not be saved.
+        return check_table(table, max(rank for holding in holdings for rank in holding.ranks) + 1, where="the plan")
+    except Corrupt as error:
+        raise StateMismatch(
+            "the ranks' tensors cannot be stored as described, so nothing was saved", problems=[error.message]
+        ) from None
 
 
-def _merge_tensor(
-    key: str,
-    found: list[tuple[HeldTensor, tuple[int, ...]]],
-    differs: bool,
-    meshes: dict[Mesh, int],
-    problems: list[str],
-) -> TensorRecord | None:
+class _Meshes:
+    """The table of meshes as it grows, and which of them each set of ranks was seen to fill."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Mesh, int] = {}
+        self._filled: set[tuple[Mesh, tuple[tuple[int, ...], ...]]] = set()
+
+    def number(self, mesh: Mesh) -> int:
+        return self.numbers.setdefault(mesh, len(self.numbers))
+
+    def find_absence(self, found: _Found) -> str | None:
+        """Return which rank a mesh names as a holder that does not have the tensor, or None."""
+        classes = tuple(ranks for _, ranks in found)
+        for tensor, ranks in found:
+            mesh = tensor.mesh
+            if mesh is None or (mesh, classes) in self._filled:
+                continue
+            absent = sorted(set(mesh.ranks) - {rank for some in classes for rank in some})
+            if absent:
+                return (
+                    f"rank {ranks[0]} has it on ranks {_shorten(mesh.ranks)}, but rank {absent[0]} does not have it"
+                )
+            self._filled.add((mesh, classes))
+        return None
+
+
+def _find_disagreement(found: _Found) -> str | None:
+    """Return what is wrong with one key's descriptions, both sides named, or None."""
+    first, first_ranks = found[0]
+    for tensor, ranks in found:
+        if _identity(tensor) != _identity(first):
+            one, other = _describe(first, tensor), _describe(tensor, first)
+            return f"{one} on rank {first_ranks[0]}, {other} on rank {ranks[0]}"
+        if problem := _find_defect(tensor):
+            return f"{problem} (rank {ranks[0]})"
+        if first.mesh is not None and tensor.mesh is not None and tensor.mesh != first.mesh:
+            cut = [mesh_dim for mesh_dim, _ in get_cut_order(first.placements, first.mesh.shape)]
+            if any(first.mesh.shape[dim] != tensor.mesh.shape[dim] for dim in cut):
+                return (
+                    f"cut over a mesh of {list(first.mesh.shape)} on rank {first_ranks[0]}, "
+                    f"of {list(tensor.mesh.shape)} on rank {ranks[0]}"
+                )
+    return None
+
+
+def _identity(tensor: HeldTensor) -> tuple[object, ...]:
+    """Return all that must be equal on all ranks that hold the tensor."""
+    mesh_ndim = None if tensor.mesh is None else len(tensor.mesh.shape)
+    where = (tensor.section, tensor.name, tensor.role, tensor.trainable)
+    return (tensor.dtype, tensor.shape, tensor.placements, tensor.explicit, mesh_ndim, *where)
+
+
+def _find_defect(tensor: HeldTensor) -> str | None:
+    mesh = tensor.mesh
+    if mesh is not None and (
+        math.prod(mesh.shape) != len(mesh.ranks)
+        or len(set(mesh.ranks)) != len(mesh.ranks)
+        or len(tensor.placements) != len(mesh.shape)
+    ):
+        return (
+            f"{len(tensor.placements)} placements on a mesh of {list(mesh.shape)} over the ranks "
+            f"{_shorten(mesh.ranks)}: expected one for each dimension, and each rank once"
+        )
+    for chunk in tensor.chunks:
+        if not is_inside(chunk, tensor.shape):
+            return f"chunk {format_chunk(chunk)} does not lie within {list(tensor.shape)}"
+    return None
+
+
+def _find_uneven_kinds(key: str, found: _Found) -> list[str]:
+    """Refuse a per-rank tensor that is not held whole: a rank can keep only what it has."""
+    return [
+        f"{key}: kept per rank, but on rank {ranks[0]} it is {_describe(tensor)}"
+        for tensor, ranks in found
+        if tensor.explicit or tensor.mesh is not None
+    ][:1]
+
+
+def _make_record(found: _Found, differs: bool, meshes: _Meshes) -> TensorRecord:
     first = found[0][0]
-    for other, ranks in found[1:]:
-        same = (first.dtype, first.shape, first.placements, first.explicit) == (
-            other.dtype,
-            other.shape,
-            other.placements,
-            other.explicit,
-        )
-        if not same or (first.mesh is None) != (other.mesh is None):
-            problems.append(
-                f"{key}: {_describe(first)} on rank {found[0][1][0]}, {_describe(other)} on rank {ranks[0]}"
-            )
-            return None
     if first.explicit:
-        boxes = sorted(
-            (RankChunk(rank, chunk) for tensor, ranks in found for rank in ranks for chunk in tensor.chunks),
-            key=lambda box: (box.rank, box.chunk),
-        )
-        layout = Layout(boxes=tuple(boxes))
+        boxes = {RankChunk(rank, chunk) for tensor, ranks in found for rank in ranks for chunk in tensor.chunks}
+        layout = Layout(boxes=tuple(sorted(boxes, key=lambda box: (box.rank, box.chunk))))
+    elif first.mesh is None:
+        holders = tuple(sorted(rank for _, ranks in found for rank in ranks))
+        holders = holders[:1] if differs else holders
+        layout = Layout(meshes=(meshes.number(Mesh(shape=(len(holders),), ranks=holders)),), placements=("R",))
     else:
-        if first.mesh is None:
-            holders = tuple(sorted(rank for _, ranks in found for rank in ranks))
-            if differs:
-                holders = holders[:1]
-            own = [Mesh(shape=(len(holders),), ranks=holders)]
-        else:
-            own = sorted({t.mesh for t, _ in found if t.mesh is not None}, key=lambda mesh: (mesh.ranks, mesh.shape))
-        numbers = tuple(dict.fromkeys(meshes.setdefault(mesh, len(meshes)) for mesh in own))
-        layout = Layout(meshes=numbers, placements=first.placements if first.mesh is not None else ("R",))
+        own = {tensor.mesh for tensor, _ in found if tensor.mesh is not None}
+        numbers = [meshes.number(mesh) for mesh in sorted(own, key=lambda mesh: (mesh.ranks, mesh.shape, mesh.names))]
+        layout = Layout(meshes=tuple(numbers), placements=first.placements)
     return TensorRecord(
         dtype=first.dtype,
         shape=first.shape,
@@ -179,25 +247,55 @@ def _merge_tensor(
     )
 
 
-def _describe(tensor: HeldTensor) -> str:
+def _describe(tensor: HeldTensor, other: HeldTensor | None = None) -> str:
+    """Return what a tensor is; of what is seldom the point, only that in which it differs from `other`."""
     how = "explicit chunks" if tensor.explicit else ",".join(tensor.placements) or "whole"
-    return f"{tensor.dtype}{list(tensor.shape)} ({how})"
+    if tensor.mesh is not None:
+        how += f" on a mesh of {list(tensor.mesh.shape)}"
+    more = ""
+    for field in ("section", "name", "role", "trainable"):
+        if other is not None and getattr(tensor, field) != getattr(other, field):
+            more += f", {field} {getattr(tensor, field)!r}"
+    return f"{tensor.dtype}{list(tensor.shape)} ({how}{more})"
 
 
-def _merge_links(word: str, links: list[dict[str, T]], problems: list[str]) -> dict[str, T]:
+def _shorten(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown}, ... ({len(ranks)} in all)" if len(ranks) > 8 else shown
+
+
+def _merge_links(word: str, links: list[tuple[tuple[int, ...], dict[str, T]]], problems: list[str]) -> dict[str, T]:
     merged: dict[str, T] = {}
-    for table in links:
+    first: dict[str, int] = {}
+    for ranks, table in links:
         for key, target in table.items():
-            if merged.setdefault(key, target) != target:
-                problems.append(f"{key}: {word} {merged[key]} on one rank, {target} on another")
+            known = merged.setdefault(key, target)
+            if known != target:
+                one, other = _format_link(known), _format_link(target)
+                problems.append(f"{key}: {word} {one} on rank {first[key]}, {other} on rank {ranks[0]}")
+            first.setdefault(key, ranks[0])
     return dict(sorted(merged.items()))
 
 
-def _name_clashes(records: dict[str, TensorRecord]) -> list[str]:
-    names: dict[tuple[str, str], str] = {}
-    problems: list[str] = []
-    for key, record in records.items():
-        other = names.setdefault((record.section, record.name), key)
-        if other != key:
-            problems.append(f"{key}: the same name {record.name!r} in section {record.section!r} as {other}")
+def _format_link(target: str | ViewRecord) -> str:
+    if isinstance(target, str):
+        return target
+    what = f"{target.dtype}{list(target.shape)}, strides {list(target.strides)}, at byte {target.offset_bytes}"
+    return f"{target.base} ({what})"
+
+
+def _find_broken_links(
+    aliases: dict[str, str], views: dict[str, ViewRecord], seen: dict[str, _Found], declared: set[str]
+) -> list[str]:
+    """Return ties and views that would not lead to a stored tensor."""
+    problems = [f"{key}: tied on some ranks, a view on others" for key in sorted(aliases.keys() & views.keys())]
+    links = [(key, target, "tied to") for key, target in aliases.items()]
+    links += [(key, view.base, "a view of") for key, view in views.items()]
+    for key, target, word in links:
+        if key in seen:
+            problems.append(f"{key}: {word} {target} on some ranks, a tensor of its own on others")
+        elif target in declared:
+            problems.append(f"{key}: {word} {target}, which is kept per rank")
+        elif target not in seen:
+            problems.append(f"{key}: {word} {target}, which no rank holds")
     return problems

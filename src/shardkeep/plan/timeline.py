@@ -33,22 +33,29 @@ def plan_timeline(
         return ()
     generation = max(parents) if head is None else head
     limit: StepRef | None = None
+    # Steps at or above it are not what the generations looked at so far went on from.
+    ceiling: int | None = None
     chosen: dict[int, StepRef] = {}
     while True:
         if generation not in parents:
+            what = "is a parent but" if limit is not None else "was asked for, but"
             raise Corrupt(
-                f"generation {generation} is a parent but its record is missing",
+                f"generation {generation} {what} its record is missing",
                 advice="restore its generation.json from another copy of the run, or start with fresh=True",
             )
         for ref in sorted(by_generation.get(generation, [])):
             # The parent itself counts, later tries at its step and later steps of its generation do not.
-            if limit is None or ref.step < limit.step or ref == limit:
+            counts = limit is None or ref.step < limit.step or ref == limit
+            if counts and (ceiling is None or ref.step < ceiling):
                 kept = chosen.get(ref.step)
-                if kept is None or (kept.generation == ref.generation and kept.attempt < ref.attempt):
+                if kept is None or kept.generation == ref.generation:
                     chosen[ref.step] = ref
         parent = parents[generation]
         if parent is None:
             return tuple(chosen[step] for step in sorted(chosen))
         if parent.generation >= generation:
             raise Corrupt(f"generation {generation} names generation {parent.generation} as its parent: not older")
+        # A child may have saved below the step it began at; then no ancestor counts beyond the child's own limit.
+        if limit is not None:
+            ceiling = limit.step if ceiling is None else min(ceiling, limit.step)
         limit, generation = parent, parent.generation

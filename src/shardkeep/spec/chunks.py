@@ -79,7 +79,12 @@ def iter_runs(part: Chunk, outer: Chunk) -> Iterator[tuple[int, int]]:
 
 
 def split_rows(chunk: Chunk, count: int) -> list[Chunk]:
-    """Cut a chunk along dimension 0 in at most `count` pieces of nearly equal rows; no piece is empty."""
+    """Cut a chunk along dimension 0 in at most `count` pieces of nearly equal rows, ascending.
+
+    No piece has zero rows; a chunk that has none, or is a single element of a 0-d tensor, stays whole.
+    """
+    if not chunk.sizes:
+        return [chunk]
     rows = chunk.sizes[0]
     count = max(1, min(count, rows))
     edges = [rows * i // count for i in range(count + 1)]

@@ -7,18 +7,25 @@ Placements follow DTensor, one string per mesh dimension:
   empty);
 - `SS<d>:<f>`: the same cut, but made after the cuts of d by the mesh dimensions to its right, whose sizes
   multiply to f. FSDP2 over tensor parallelism makes these: tensor parallelism cuts first.
+
+The functions trust their arguments; tables that were read are checked first, by `plan.checks`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Final
 
 from msgspec import Struct
 
 from shardkeep.errors import Corrupt, UnsupportedState
-from shardkeep.spec.chunks import Chunk, whole
+from shardkeep.spec.chunks import Chunk, intersect, whole
+
+_PLACEMENT: Final = re.compile(r"R|S(0|[1-9]\d{0,2})|SS(0|[1-9]\d{0,2}):([1-9]\d{0,8})", re.ASCII)
 
 
 class Mesh(Struct, frozen=True, gc=False):
@@ -50,23 +57,33 @@ class Layout(Struct, frozen=True, gc=False, omit_defaults=True):
     placements: tuple[str, ...] = ()
     boxes: tuple[RankChunk, ...] = ()
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank may hold less than the whole tensor."""
+        return bool(self.boxes) or any(text != "R" for text in self.placements)
+
 
 def parse_placement(text: str) -> tuple[int, int] | None:
-    """Return `(dim, split_factor)` of a sharding placement (factor 0: not strided), or None for `R`."""
+    """Return `(dim, split_factor)` of a sharding placement (factor 0: not strided), or None for `R`.
+
+    Raises:
+        Corrupt: neither.
+    """
+    match = _PLACEMENT.fullmatch(text)
+    if match is None:
+        raise Corrupt(f"placement {text[:40]!r}: expected R, S<dim> or SS<dim>:<factor>")
     if text == "R":
         return None
-    head, _, factor = text.partition(":")
-    strided = head.startswith("SS")
-    digits = head[2:] if strided else head[1:]
-    valid = digits.isascii() and digits.isdigit() and (factor.isascii() and factor.isdigit()) == strided
-    if not (text.startswith("S") and valid and len(text) < 24):
-        raise Corrupt(f"placement {text!r}: expected R, S<dim> or SS<dim>:<factor>")
-    return int(digits), int(factor) if strided else 0
+    return (int(match[1]), 0) if match[2] is None else (int(match[2]), int(match[3]))
 
 
 @lru_cache(maxsize=4096)
-def _cut_order(placements: tuple[str, ...], mesh_shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return `(mesh_dim, tensor_dim)` in the order in which the cuts are made."""
+def get_cut_order(placements: tuple[str, ...], mesh_shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return `(mesh_dim, tensor_dim)` in the order in which the cuts are made.
+
+    Raises:
+        Corrupt: not placements. UnsupportedState: a strided shard that is not a cut over cuts to its right.
+    """
     order: list[tuple[int, int]] = []
     strided: list[tuple[int, int]] = []
     for mesh_dim, text in enumerate(placements):
@@ -93,10 +110,14 @@ def _cut_order(placements: tuple[str, ...], mesh_shape: tuple[int, ...]) -> tupl
 def chunk_at(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[str, ...], coordinate: tuple[int, ...]
 ) -> Chunk:
-    """Return the chunk that the rank at `coordinate` of the mesh holds (maybe empty)."""
+    """Return the chunk that the rank at `coordinate` of the mesh holds (maybe empty).
+
+    Raises:
+        Corrupt: a placement cuts a dimension that the tensor lacks. UnsupportedState: see `get_cut_order`.
+    """
     offsets = [0] * len(shape)
     sizes = list(shape)
-    for mesh_dim, dim in _cut_order(placements, mesh_shape):
+    for mesh_dim, dim in get_cut_order(placements, mesh_shape):
         if dim >= len(shape):
             raise Corrupt(f"placement S{dim} on a tensor of shape {shape}: it has no such dimension")
         step = -(-sizes[dim] // mesh_shape[mesh_dim])
@@ -115,27 +136,135 @@ def coordinate_at(mesh_shape: tuple[int, ...], index: int) -> tuple[int, ...]:
     return tuple(reversed(coordinate))
 
 
+def _cuts_by_dim(placements: tuple[str, ...], mesh_shape: tuple[int, ...]) -> dict[int, list[int]]:
+    """Return tensor dimension -> the mesh dimensions that cut it, in the order of the cuts; ascending."""
+    cuts: dict[int, list[int]] = {}
+    for mesh_dim, dim in get_cut_order(placements, mesh_shape):
+        cuts.setdefault(dim, []).append(mesh_dim)
+    return dict(sorted(cuts.items()))
+
+
+@lru_cache(maxsize=64)
+def get_holders(mesh: Mesh, placements: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks, ascending, that hold each chunk of a tensor, whatever the tensor's shape.
+
+    Chunks are numbered row-major over the tensor dimensions that are cut, ascending, and within one by position.
+    """
+    numbers = [0] * len(mesh.ranks)
+    stride = 1
+    for mesh_dims in reversed(_cuts_by_dim(placements, mesh.shape).values()):
+        for mesh_dim in reversed(mesh_dims):
+            size, inner = mesh.shape[mesh_dim], math.prod(mesh.shape[mesh_dim + 1 :])
+            numbers = [number + index // inner % size * stride for index, number in enumerate(numbers)]
+            stride *= size
+    holders: list[set[int]] = [set() for _ in range(stride)]
+    for number, rank in zip(numbers, mesh.ranks, strict=True):
+        holders[number].add(rank)
+    return tuple(tuple(sorted(ranks)) for ranks in holders)
+
+
+def _iter_cuts(
+    offset: int, size: int, parts: tuple[int, ...], low: int, high: int, number: int = 0
+) -> Iterator[tuple[int, int, int]]:
+    """Yield `(number, offset, size)` of the non-empty pieces that overlap `[low, high)`, ascending.
+
+    A range of one dimension is cut in `parts[0]`, each piece in `parts[1]` and so on; O(pieces yielded).
+    """
+    if not parts:
+        yield number, offset, size
+        return
+    count, rest = parts[0], parts[1:]
+    step = -(-size // count)
+    first = max(0, low - offset) // step
+    last = min(high - offset, size) - 1
+    for index in range(first, last // step + 1):
+        start = index * step
+        yield from _iter_cuts(offset + start, min(step, size - start), rest, low, high, number * count + index)
+
+
+def _iter_mesh_chunks(
+    shape: tuple[int, ...], mesh: Mesh, placements: tuple[str, ...], within: Chunk
+) -> Iterator[tuple[Chunk, tuple[int, ...]]]:
+    """Yield the chunks on one mesh that overlap `within`, ascending, with their holders. Neither may be empty."""
+    cuts = _cuts_by_dim(placements, mesh.shape)
+    holders = get_holders(mesh, placements)
+    if cuts and max(cuts) >= len(shape):
+        raise Corrupt(f"placement S{max(cuts)} on a tensor of shape {shape}: it has no such dimension")
+    ranges = []
+    counts = []
+    for dim, mesh_dims in cuts.items():
+        parts = tuple(mesh.shape[mesh_dim] for mesh_dim in mesh_dims)
+        low = within.offsets[dim]
+        ranges.append(list(_iter_cuts(0, shape[dim], parts, low, low + within.sizes[dim])))
+        counts.append(math.prod(parts))
+    offsets, sizes = [0] * len(shape), list(shape)
+    for combination in itertools.product(*ranges):
+        at = 0
+        for dim, count, (number, offset, size) in zip(cuts, counts, combination, strict=True):
+            at = at * count + number
+            offsets[dim], sizes[dim] = offset, size
+        yield Chunk(tuple(offsets), tuple(sizes)), holders[at]
+
+
 def iter_chunks(
+    shape: tuple[int, ...], layout: Layout, meshes: tuple[Mesh, ...], *, within: Chunk | None = None
+) -> Iterator[tuple[Chunk, tuple[int, ...]]]:
+    """Yield every distinct non-empty chunk of a tensor, ascending, with the ranks that hold it, ascending.
+
+    A tensor without elements yields one (empty) chunk, so that it is written once too.
+
+    Args:
+        within: only chunks that overlap this one; the time is then that of what is yielded (and of all boxes).
+    """
+    if math.prod(shape) == 0:
+        yield from _iter_empty(shape, layout, meshes)
+        return
+    if within is None:
+        within = whole(shape)
+    elif not within.numel:
+        return
+    if len(layout.meshes) == 1 and not layout.boxes:
+        yield from _iter_mesh_chunks(shape, meshes[layout.meshes[0]], layout.placements, within)
+        return
+    holders: dict[Chunk, set[int]] = {}
+    for box in layout.boxes:
+        if box.chunk.numel and intersect(box.chunk, within) is not None:
+            holders.setdefault(box.chunk, set()).add(box.rank)
+    for number in layout.meshes:
+        for chunk, ranks in _iter_mesh_chunks(shape, meshes[number], layout.placements, within):
+            holders.setdefault(chunk, set()).update(ranks)
+    for chunk in sorted(holders):
+        yield chunk, tuple(sorted(holders[chunk]))
+
+
+def iter_numels(
+    shape: tuple[int, ...], layout: Layout, meshes: tuple[Mesh, ...]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield `(number of elements, holders)` of what `iter_chunks` yields, without making the chunks."""
+    if len(layout.meshes) != 1 or layout.boxes or not math.prod(shape):
+        for chunk, ranks in iter_chunks(shape, layout, meshes):
+            yield chunk.numel, ranks
+        return
+    mesh = meshes[layout.meshes[0]]
+    holders = get_holders(mesh, layout.placements)
+    cuts = _cuts_by_dim(layout.placements, mesh.shape)
+    found = [(math.prod(size for dim, size in enumerate(shape) if dim not in cuts), 0)]
+    for dim, mesh_dims in cuts.items():
+        parts = tuple(mesh.shape[mesh_dim] for mesh_dim in mesh_dims)
+        pieces = [(size, number) for number, _, size in _iter_cuts(0, shape[dim], parts, 0, shape[dim])]
+        count = math.prod(parts)
+        found = [(numel * size, at * count + number) for numel, at in found for size, number in pieces]
+    for numel, at in found:
+        yield numel, holders[at]
+
+
+def _iter_empty(
     shape: tuple[int, ...], layout: Layout, meshes: tuple[Mesh, ...]
 ) -> Iterator[tuple[Chunk, tuple[int, ...]]]:
-    """Yield every distinct non-empty chunk of a tensor with the ranks that hold it, ascending by rank.
-
-    A tensor without elements yields its one (empty) chunk, held by all, so that it is written once too.
-    """
-    holders: dict[Chunk, list[int]] = {}
-    for box in layout.boxes:
-        holders.setdefault(box.chunk, []).append(box.rank)
-    empty = math.prod(shape) == 0
-    for number in layout.meshes:
-        mesh = meshes[number]
-        sharding = [d for d, text in enumerate(layout.placements) if text != "R"]
-        for index, rank in enumerate(mesh.ranks):
-            if empty or not sharding:
-                chunk = whole(shape)
-            else:
-                chunk = chunk_at(shape, mesh.shape, layout.placements, coordinate_at(mesh.shape, index))
-                if chunk.numel == 0:
-                    continue
-            holders.setdefault(chunk, []).append(rank)
-    for chunk in sorted(holders):
-        yield chunk, tuple(sorted(set(holders[chunk])))
+    ranks = {rank for number in layout.meshes for rank in meshes[number].ranks}
+    if ranks:
+        yield whole(shape), tuple(sorted(ranks))
+    elif layout.boxes:
+        # Boxes of nothing may differ; the one that is stored is one that its rank holds.
+        chosen = min(box.chunk for box in layout.boxes)
+        yield chosen, tuple(sorted({box.rank for box in layout.boxes if box.chunk == chosen}))
