@@ -29,12 +29,13 @@ class Process:
 
 
 class Run(RuleBasedStateMachine):
-    """`parents`, `objects` and `held` are storage; `content` is what the model knows of each object."""
+    """`parents`, `objects` and `held` are storage; the rest is what the model knows besides."""
 
     def __init__(self) -> None:
         super().__init__()
         self.parents: dict[int, StepRef | None] = {}
         self.objects: dict[StepRef, str] = {}
+        self.lineage: dict[StepRef, dict[int, str]] = {}
         self.healthy: dict[StepRef, bool] = {}
         self.held: set[StepRef] = set()
         self.live: list[Process] = []
@@ -51,14 +52,11 @@ class Run(RuleBasedStateMachine):
         generation = max(self.parents, default=0) + 1
         history: dict[int, str] = {}
         if parent is not None:
-            history = {step: self.objects[ref] for step, ref in self.past_of(parent).items()}
+            # What its writer believed when it wrote it, less what was pruned since.
+            there = set(self.objects.values())
+            history = {step: text for step, text in self.lineage[parent].items() if text in there}
         self.parents[generation] = parent
         self.live.append(Process(generation, parent, parent.step if parent else 0, history))
-
-    def past_of(self, parent: StepRef) -> dict[int, StepRef]:
-        """Return what led to a commit: asked of storage as it would have looked to a process on that branch."""
-        refs = plan_timeline(self.parents, self.objects, head=parent.generation)
-        return {ref.step: ref for ref in refs if ref.step < parent.step} | {parent.step: parent}
 
     @rule()
     def resume(self) -> None:
@@ -114,6 +112,7 @@ class Run(RuleBasedStateMachine):
         ref = StepRef(step=process.step, generation=process.generation, attempt=attempt)
         self.writes += 1
         self.objects[ref] = process.history[process.step] = f"write {self.writes}"
+        self.lineage[ref] = dict(process.history)
         self.healthy[ref] = healthy
 
     @precondition(lambda self: len(self.timeline()) > 0)
@@ -152,9 +151,5 @@ class Run(RuleBasedStateMachine):
         assert found == (self.newest.history if self.live else {})
 
 
-class Processes(Run):
-    """Only one process is live at a time but for stale writers, whose history nobody reads."""
-
-
-TestRun = Processes.TestCase
+TestRun = Run.TestCase
 TestRun.settings = settings(deadline=None, max_examples=60, stateful_step_count=25)

@@ -16,7 +16,7 @@ from shardkeep.engine.environment import describe_environment
 from shardkeep.engine.planning import Agreed, PlanCache, agree_plan
 from shardkeep.engine.run import WRITER, list_generations, now
 from shardkeep.engine.writer import remove_quietly, write_part
-from shardkeep.errors import AlreadyExists, Fenced
+from shardkeep.errors import AlreadyExists, BarrierTimeout, Fenced, PeerFailure
 from shardkeep.format.hf_index import encode_hf_index
 from shardkeep.format.names import (
     COMMIT_RECORD,
@@ -102,15 +102,25 @@ class Saver:
         plans = self._plan_shards(agreed)
         tensors = {tensor.key: tensor for tensor in agreed.captured.tensors}
 
+        wrote = False
+
         def work() -> bytes:
+            nonlocal wrote
             if facts is not None:
                 self._write_beside(ref, agreed, options)
-            return msgspec.json.encode(write_part(self._store, record, plans, tensors))
+            summary = write_part(self._store, record, plans, tensors)
+            wrote = True
+            return msgspec.json.encode(summary)
 
         try:
             verdict = self._group.agree("save.commit", work, lambda found: self._commit(ref, agreed, facts, found))
-        except BaseException:
-            self._clean(ref, plans, options)
+        except BaseException as error:
+            # CRASH: a rank whose receipt is out must not remove its part while the commit record may still be
+            # written; then the files stay, as orphans that the next prune removes.
+            if not wrote or _cannot_commit(error):
+                names = own_names(self._group.rank, [plan.name for plan in plans])
+                beside = [HF_INDEX, *sorted(options.assets)] if facts is not None else []
+                remove_quietly(self._store, ref, [*names, *beside])
             raise
         return msgspec.json.decode(verdict, type=CommitRecord)
 
@@ -182,19 +192,19 @@ class Saver:
         self._store.put(ref.key(COMMIT_RECORD), encode_record(record, writer=WRITER), if_absent=True)
         return msgspec.json.encode(record)
 
-    def _clean(self, ref: StepRef, plans: list[ShardPlan], options: SaveOptions) -> None:
-        """Remove this rank's files of a try that failed, unless it was committed after all."""
-        rank = self._group.rank
-        folder = f"{ref.folder}/"
-        try:
-            names = {info.key[len(folder) :] for info in self._store.list_objects(folder)}
-        except Exception:  # noqa: BLE001  # the failure that brought us here is the one to raise
-            return
-        if COMMIT_RECORD in names:
-            return
-        beside = [HF_INDEX, *sorted(options.assets)] if rank == 0 else []
-        own = own_names(rank, [plan.name for plan in plans]) + beside
-        remove_quietly(self._store, ref, [name for name in own if name in names])
+
+def _cannot_commit(error: BaseException) -> bool:
+    """Say whether a failed phase rules out that the commit record was or will be written.
+
+    It does when a rank other than the coordinator failed at its own work: its receipt is missing for good. A
+    timeout, a lost rank or a failure of the coordinator (whose last write may have arrived) rule out nothing.
+    """
+    return (
+        isinstance(error, PeerFailure)
+        and not isinstance(error, BarrierTimeout)
+        and bool(error.exit_codes)
+        and 0 not in error.exit_codes
+    )
 
 
 def own_names(rank: int, shards: list[str]) -> list[str]:

@@ -65,6 +65,7 @@ class CheckpointManager:
         self._saver: Saver | None = None
         self._step = 0
         self._failures = 0
+        self._left_behind = False
 
     @property
     def step(self) -> int:
@@ -98,6 +99,7 @@ class CheckpointManager:
         report, claim = resume_run(self._store, self.group, self._events, state, fresh=fresh, step=step, cast=cast)
         self._own(claim)
         self._step = report.step
+        self._retain(Keep())
         self._say("resume.done", str(report), step=report.step, generation=report.generation)
         self._warn_inexact(state)
         return report
@@ -185,12 +187,17 @@ class CheckpointManager:
             healthy=healthy,
             assets=self._assets,
         )
-        commit = self._saver.save(step, lambda: capture(state), options)
+        try:
+            commit = self._saver.save(step, lambda: capture(state), options)
+        except BaseException:
+            self._left_behind = True
+            raise
         self._failures = 0
         self._step = step
         total = sum(part.shard_bytes for part in commit.parts)
         self._say("save.committed", f"{commit.ref} is committed ({total} bytes)", step=step, total_bytes=total)
-        self._retain()
+        if self._keep != Keep() or self._left_behind:
+            self._retain(self._keep)
         return commit.ref
 
     def _claim_first(self) -> Claim:
@@ -207,15 +214,19 @@ class CheckpointManager:
         self.group.agree("save.first", lambda: b"", refuse)
         return claim_next(self._store, self.group, self._events, fresh=True, step=None)
 
-    def _retain(self) -> None:
-        """Remove what the policy does not keep; the coordinator alone. A failure is reported, the run goes on."""
-        if self.group.rank != 0 or self._claim is None or self._keep == Keep():
+    def _retain(self, keep: Keep) -> None:
+        """Remove what `keep` does not keep, and what failed saves left; the coordinator alone.
+
+        A failure is reported, and the run goes on: the next prune tries again.
+        """
+        if self.group.rank != 0 or self._claim is None:
             return
         try:
             view = scan_run(self._store)
             if view is not None and view.head == self._claim.generation:
-                plan = plan_prune(self._store, view, self._keep, live=self._claim.generation)
+                plan = plan_prune(self._store, view, keep, live=self._claim.generation)
                 prune(self._store, plan, view, self._events, by_generation=self._claim.generation)
+                self._left_behind = False
         except CheckpointError as error:
             self._say("prune.failed", f"old checkpoints were not removed: {error}", level="warning")
 

@@ -33,8 +33,9 @@ class Group(Protocol):
         Each rank runs `work()`. The coordinator gathers the results by rank and runs `decide(results)`; what it
         returns is returned on every rank. An exception in anyone's `work` or in `decide` reaches every
         rank: the failing rank raises its own exception, all others a PeerFailure that names each failed
-        rank and its cause (when all ranks fail alike, each raises its own). Nobody returns before
-        everybody's work is done.
+        rank and its cause (when all ranks fail alike, each raises its own). Nobody returns a
+        verdict before everybody's work is done; a failure is raised as soon as it is known, while others may still
+        work.
 
         Raises:
             PeerFailure: another rank failed; BarrierTimeout: some ranks did not arrive in `timeout_s`

@@ -101,9 +101,11 @@ def error_of(phase: str, failures: Sequence[Failure], *, own_rank: int) -> Check
             causes=causes,
             advice="look at the logs of these ranks; raise SHARDKEEP_BARRIER_TIMEOUT_S if they are only slow",
         )
+    codes = {failure.rank: failure.exit_code for failure in reversed(failures) if failure.kind == "error"}
     return PeerFailure(
         f"phase {phase!r} failed on {format_ranks(sorted(causes))}",
         causes=causes,
+        exit_codes=codes,
         advice="look at the logs of these ranks; what was committed before is untouched",
     )
 
