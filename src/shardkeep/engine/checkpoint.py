@@ -24,8 +24,8 @@ Index = int | slice | EllipsisType
 class Checkpoint:
     """Everything in one committed checkpoint, by key: `ckpt["model/layers.0.wq.weight"][:128]`.
 
-    Opening reads the commit record only; a part is read when the first of its tensors is asked for. Every byte that is
-    returned was checked against its digest. Use it as a context manager or call `close`.
+    Opening reads the commit record only; a part is read when the first of its tensors is asked for. Every byte that
+    is returned was checked against its digest. Use it as a context manager or call `close`.
     """
 
     def __init__(self, store: Store, commit: CommitRecord) -> None:
@@ -71,7 +71,7 @@ class Checkpoint:
         return StoredTensorView(self._reader, self._table.aliases.get(key, key), key)
 
     def values(self) -> dict[str, Any]:
-        """Return the plain-Python part by name (`scheduler`, `optimizer/groups`), as rank 0 (or a holder) saved it."""
+        """Return the plain-Python part by name (`scheduler`, `optimizer/groups`), as its first holder saved it."""
         found: dict[str, Any] = {}
         for rank, encoded in self._reader.read_value_parts(0).items():
             for name, value in encoded.items():

@@ -1,9 +1,9 @@
 """Remove checkpoints by policy, and what failed saves left behind.
 
 The order of one removal: look for a newer generation, prune intent, look again (a newer one exists: withdraw),
-commit record, parts, everything else, intent. A start claims its generation before it looks at its parent's intent, so
-that of a pruner and a start that race, one sees the other. An interrupted removal is finished by the next prune; a
-step whose removal was decided is never loaded again.
+commit record, parts, everything else, intent. A start claims its generation before it looks at its parent's
+intent, so that of a pruner and a start that race, one sees the other. An interrupted removal is finished by the
+next prune; a step whose removal was decided is never loaded again.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _check_newest(store: Store, generation: int, ref: StepRef) -> None:
     newest = max(list_generations(store), default=0)
     if newest > generation:
         raise Fenced(
-            f"generation {newest} has taken over this run; generation {generation} removes nothing more ({ref} stays)",
+            f"generation {newest} has taken over this run; generation {generation} removes no more ({ref} stays)",
             step=ref.step,
             advice="stop this process: a newer start of the run is at work",
         )

@@ -82,7 +82,7 @@ class CheckpointManager:
     def resume(
         self, state: Mapping[str, Any], *, fresh: bool = False, step: int | None = None, cast: bool = False
     ) -> ResumeReport:
-        """Bring `state` back to the newest complete checkpoint, or start fresh when there is none; the report says which.
+        """Bring `state` back to the newest complete checkpoint, or start fresh when there is none; it says which.
 
         Args:
             state: name -> model, optimizer, scheduler, loader or value; filled in place, RNG last.

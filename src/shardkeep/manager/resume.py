@@ -74,8 +74,8 @@ def resume_run(
     """Claim a generation and restore its parent; on damage pass over to the next older complete checkpoint.
 
     Raises:
-        NotFound: the step that was asked for does not exist. Corrupt: every checkpoint is damaged, or the one that was
-            asked for. StateMismatch: the live state does not fit; nothing was restored. StorageError: storage failed;
+        NotFound: the step that was asked for does not exist. Corrupt: every checkpoint is damaged, or the one
+            that was asked for. StateMismatch: the live state does not fit; nothing was restored. StorageError: storage failed;
             transient trouble never makes a resume fall back.
     """
     lines: list[str] = []

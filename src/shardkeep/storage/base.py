@@ -72,7 +72,10 @@ class Store(Protocol):
         """
 
     def writer(self, key: str, size_bytes: int) -> ObjectWriter:
-        """Begin a large object. OutOfSpace is raised here already where space can be reserved."""
+        """Begin a large object; OutOfSpace is raised here already where space can be reserved.
+
+        The key must be free (AlreadyExists): an object is never changed in place.
+        """
 
     def get(self, key: str, *, limit_bytes: int) -> bytes:
         """Return a whole object. Raises NotFound; Corrupt when it is larger than the limit."""
