@@ -153,7 +153,7 @@ class Denied(StorageError):
 
 
 class PeerFailure(CheckpointError):
-    """Other ranks failed; `causes` maps each failed rank to its error text, `exit_codes` to that error's exit code."""
+    """Other ranks failed; `causes` maps each failed rank to its error text, `exit_codes` to its exit code."""
 
     exit_code = 40
 

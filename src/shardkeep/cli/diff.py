@@ -13,7 +13,7 @@ from shardkeep.cli.target import choose_selection, find_ref, open_run, parse_tar
 from shardkeep.engine.diff import DiffReport, TensorChange, diff_sources
 from shardkeep.engine.run import read_commit, read_run_id
 from shardkeep.engine.sources import CheckpointSource, Source, TensorInfo, find_files
-from shardkeep.errors import NotFound
+from shardkeep.errors import NotFound, UsageError
 
 EXIT_DIFFERENT = 1
 
@@ -56,19 +56,26 @@ def open_source(text: str, step: str | None, *, option: str) -> Source:
         require_local(os.path.expanduser(text))
     local = os.path.expanduser(target.url)
     if os.path.isfile(local):
+        _refuse_step(text, step or target.selection, option)
         source = find_files(local)
         assert source is not None
         return source
     store = open_run(target.url)
     if read_run_id(store) is None:
         files = find_files(local)
-        if files is not None and target.selection is None and step is None:
+        if files is not None:
+            _refuse_step(text, step or target.selection, option)
             return files
         raise NotFound(
             f"{text}: neither a run nor a folder with safetensors files", advice="check the path of the run"
         )
     ref = find_ref(store, choose_selection(target, step, name=option))
     return CheckpointSource(store, read_commit(store, ref))
+
+
+def _refuse_step(text: str, step: object, option: str) -> None:
+    if step is not None:
+        raise UsageError(f"{text}: is no run, so it has no steps", advice=f"leave {option} and @STEP out")
 
 
 def _describe(a: Source, b: Source, report: DiffReport) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from shardkeep.spec.layout import Layout, Mesh
 
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _WorldSize = Annotated[int, Meta(ge=1, lt=10**7)]
-_Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+_Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 _PREFIX: Final = b'{"sha256":"'
 _MIDDLE: Final = b'","body":'

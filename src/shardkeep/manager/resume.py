@@ -75,8 +75,8 @@ def resume_run(
 
     Raises:
         NotFound: the step that was asked for does not exist. Corrupt: every checkpoint is damaged, or the one
-            that was asked for. StateMismatch: the live state does not fit; nothing was restored. StorageError: storage failed;
-            transient trouble never makes a resume fall back.
+            that was asked for. StateMismatch: the live state does not fit; nothing was restored. StorageError:
+            storage failed; transient trouble never makes a resume fall back.
     """
     lines: list[str] = []
     while True:
