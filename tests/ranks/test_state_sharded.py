@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardkeep.errors import StateMismatch
 from tests.support.ranks import run_ranks
 from tests.support.roundtrip import Saved, load, merge, save
 
@@ -135,3 +136,46 @@ def test_other_world_sizes(kind: str) -> None:
     for then, _, sharded in run_ranks(_load_sharded, 3, kind, plain):
         _same(then, ranks[0][1])
         assert sharded
+
+
+def _other_shapes(rank: int, world_size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def build(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+        net = nn.Linear(6, 4, bias=False)
+        net.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [Shard(1)], run_check=False))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if state:
+            optimizer.state[net.weight] = state
+        return {"model": net, "optimizer": optimizer}
+
+    row = DTensor.from_local(torch.arange(4.0)[:, None], mesh, [Replicate()], run_check=False)
+    column = DTensor.from_local(torch.full((1, 3), float(rank)), mesh, [Shard(1)], run_check=False)
+    own = torch.full((4, 6), 5.0)  # plain, of the parameter's shape, beside a sharded parameter
+    live = build({"row": row, "column": column, "own": own, "step": torch.tensor(3.0)})
+    parts: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(parts, save(live))
+    fresh = build({})
+    load(merge(parts), fresh, rank=rank, world_size=world_size)
+    found = fresh["optimizer"].state[fresh["model"].weight]
+    assert (found["row"].placements, found["column"].placements) == ((Replicate(),), (Shard(1),))
+    assert torch.equal(found["row"].to_local(), row.to_local())
+    assert torch.equal(found["column"].to_local(), column.to_local())
+    assert type(found["own"]) is torch.Tensor
+    assert torch.equal(found["own"], own)
+    assert type(found["step"]) is torch.Tensor
+
+    odd = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False)
+    torch.distributed.all_gather_object(parts, save(build({"odd": odd})))
+    try:
+        load(merge(parts), build({}), rank=rank, world_size=world_size)
+    except StateMismatch as error:
+        return list(error.problems)
+    return []
+
+
+def test_state_of_other_shapes() -> None:
+    """State is cut where its parameter is, replicated where reduced, plain where it was; else refused."""
+    for problems in run_ranks(_other_shapes, 2):
+        assert len(problems) == 1
+        assert problems[0].startswith("optimizer/odd/weight: shape (6,) beside a parameter of shape (4, 6)")

@@ -31,6 +31,7 @@ _STACKS_WAIT_S = 0.5
 # Imported once, before any rank exists: some of these cost seconds each.
 _PRELOAD = [
     "torch",
+    "torch._dynamo",  # every optimizer imports it
     "torch.distributed",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -38,6 +39,9 @@ _PRELOAD = [
     "msgspec",
     "numpy",
     "pytest",
+    "shardkeep.manager.manager",
+    "shardkeep.state.restore",
+    "shardkeep.data.loader",
     "tests.support.ranks",
 ]
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import click
 
 from shardkeep.errors import CheckpointError
 
 
-@click.command("demo")
+@click.command("demo", epilog="Exits with 0 if everything was bit-identical, with 50 if anything was not.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-def command(as_json: bool) -> int:
+@click.option("--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep everything it writes in DIR.")
+@click.option("--small", is_flag=True, hidden=True, help="A tiny model and few steps, for tests.")
+@click.option(
+    "--leave-out",
+    type=click.Choice(["rng", "moment", "loader", "scheduler"]),
+    help="Undo one part of the restore, to see that the comparison notices.",
+)
+def command(as_json: bool, keep: Path | None, small: bool, leave_out: str | None) -> int:
     """Train a small model, kill it, resume it, and compare with a run that was never killed."""
     try:
         importlib.import_module("torch")
@@ -21,6 +29,9 @@ def command(as_json: bool) -> int:
         raise CheckpointError(
             "the demo trains a model and needs torch, which is not installed", advice="pip install 'shardkeep[torch]'"
         ) from None
-    demo = importlib.import_module("shardkeep.demo")
-    code: int = demo.run_demo(json=as_json)
-    return code
+    from shardkeep.demo import run_demo
+    from shardkeep.demo.options import DemoOptions
+    from shardkeep.demo.records import SMALL, STANDARD
+
+    options = DemoOptions(shape=SMALL if small else STANDARD, leave_out=leave_out, keep=keep)  # type: ignore[arg-type]  # click.Choice holds it
+    return run_demo(options, json=as_json)

@@ -40,6 +40,7 @@ _NOT_DAMAGE = {"unreadable": StorageError.exit_code, "incompatible": Incompatibl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
+    url: str
     run: Findings
     steps: tuple[StepReport, ...]
     duration_s: float
@@ -85,7 +86,7 @@ def command(run: str, step: str | None, quick: bool, as_json: bool) -> int:
         choose_selection(target, "latest")  # raises: the step was given twice
     outcome = _verify(target, selection, every=every, full=not quick)
     if as_json:
-        write_json(_describe(target.url, outcome, quick))
+        write_json(_describe(outcome, quick))
     else:
         write(*_format(outcome, quick))
     return outcome.exit_code
@@ -117,7 +118,7 @@ def _verify(target: Target, selection: Selection, *, every: bool, full: bool) ->
         report = _check_step(store, run_id, folder, full=full, run_findings=run_findings) if folder else None
         if report is not None:
             reports.append(report)
-    return _Outcome(run=run_findings, steps=tuple(reports), duration_s=time.monotonic() - started)
+    return _Outcome(url=store.url, run=run_findings, steps=tuple(reports), duration_s=time.monotonic() - started)
 
 
 def _check_run(store: Store, numbers: Sequence[int]) -> Findings:
@@ -180,9 +181,9 @@ def _check_step(
         return None
 
 
-def _describe(url: str, outcome: _Outcome, quick: bool) -> dict[str, Any]:
+def _describe(outcome: _Outcome, quick: bool) -> dict[str, Any]:
     return {
-        "run": url,
+        "run": outcome.url,
         "mode": "quick" if quick else "full",
         "ok": outcome.count == 0,
         "exit_code": outcome.exit_code,
@@ -233,7 +234,11 @@ def _format(outcome: _Outcome, quick: bool) -> list[str]:
     lines += [f"note: {escape(note)}" for note in outcome.notes]
     lines += [_format_step(report, not quick) for report in outcome.steps]
     if outcome.count:
-        lines.append(f"{format_count(outcome.count, 'finding')} in {outcome.duration_s:.1f} s")
+        lines.append(f"{format_count(outcome.count, 'finding')} in {outcome.duration_s:.1f} s; nothing was changed")
+        if outcome.exit_code == Corrupt.exit_code:
+            lines.append(
+                "next: a resume passes a damaged checkpoint over; shardkeep ls --all lists what else there is"
+            )
     elif outcome.steps:
         lines.append(f"all as written, in {outcome.duration_s:.1f} s")
     else:

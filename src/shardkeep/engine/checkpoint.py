@@ -124,6 +124,10 @@ class StoredTensorView:
             chunk = Chunk(tuple(start for start, _ in boxes), tuple(stop - start for start, stop in boxes))
         import torch
 
+        if not self._is_view:
+            # Memory is taken only for what is there: a record can name any shape.
+            for _ in self._reader.find_stored(self._stored_key, chunk):
+                continue
         tensor = torch.empty(chunk.sizes, dtype=torch_dtype(self.dtype))
         self._reader.read([(self._stored_key, chunk, TensorBytes(tensor))])
         if self._is_view:

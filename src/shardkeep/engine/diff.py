@@ -69,13 +69,16 @@ class DiffReport:
         return not self.changes and not self.value_count
 
 
-def diff_sources(a: Source, b: Source, *, progress: Callable[[int], None] = lambda count: None) -> DiffReport:
+def diff_sources(
+    a: Source, b: Source, *, progress: Callable[[int], None] = lambda count: None, batch_bytes: int = BATCH_BYTES
+) -> DiffReport:
     """Compare everything that two sources hold.
 
     When one of them is a plain file, only the model's tensors of the other are compared, by their names in it.
 
     Args:
         progress: told of compared bytes, those of `a`.
+        batch_bytes: memory for what is read at once, per side.
 
     Raises:
         Corrupt: bytes of a checkpoint are not what was written. NotFound, StorageError: they cannot be read.
@@ -98,7 +101,7 @@ def diff_sources(a: Source, b: Source, *, progress: Callable[[int], None] = lamb
     proved = frozenset(key for key in common if _is_proved_equal(a, b, key))
     for key in proved:
         progress(left.tensors[key].size_bytes)
-    compared = _compare(left, right, [key for key in common if key not in proved], progress)
+    compared = _compare(left, right, [key for key in common if key not in proved], progress, batch_bytes)
     found, identical_count = list(changes), len(proved) + len(tied)
     for key, difference in compared:
         one, two = left.tensors[key], right.tensors[key]
@@ -157,11 +160,11 @@ def _is_proved_equal(a: Source, b: Source, key: str) -> bool:
 
 
 def _compare(
-    a: Source, b: Source, keys: list[str], progress: Callable[[int], None]
+    a: Source, b: Source, keys: list[str], progress: Callable[[int], None], batch_bytes: int
 ) -> Iterator[tuple[str, Difference]]:
     """Yield the difference of every key, in order; small tensors are read many at a time."""
     comparisons = {key: Comparison(a.tensors[key].dtype, b.tensors[key].dtype) for key in keys}
-    for batch in _iter_batches(a, b, keys):
+    for batch in _iter_batches(a, b, keys, batch_bytes):
         memories = []
         for source in (a, b):
             sizes = [chunk.numel * get_dtype(source.tensors[key].dtype).itemsize_bytes for key, chunk in batch]
@@ -176,17 +179,17 @@ def _compare(
         yield key, comparisons[key].finish()
 
 
-def _iter_batches(a: Source, b: Source, keys: list[str]) -> Iterator[list[tuple[str, Chunk]]]:
+def _iter_batches(a: Source, b: Source, keys: list[str], batch_bytes: int) -> Iterator[list[tuple[str, Chunk]]]:
     batch: list[tuple[str, Chunk]] = []
     filled = 0
     for key in keys:
         info = a.tensors[key]
         itemsize = max(get_dtype(side.tensors[key].dtype).itemsize_bytes for side in (a, b))
         at_once = key in a.whole_only or key in b.whole_only
-        boxes = [whole(info.shape)] if at_once else iter_boxes(info.shape, BATCH_BYTES // itemsize)
+        boxes = [whole(info.shape)] if at_once else iter_boxes(info.shape, max(batch_bytes // itemsize, 1))
         for box in boxes:
             size = box.numel * itemsize
-            if batch and filled + size > BATCH_BYTES:
+            if batch and filled + size > batch_bytes:
                 yield batch
                 batch, filled = [], 0
             if size:

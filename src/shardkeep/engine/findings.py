@@ -74,16 +74,6 @@ class Findings:
             if len(self._notes) < MAX_LISTED:
                 self._notes.append(text)
 
-    def extend(self, other: Findings) -> None:
-        """Take over what another one gathered."""
-        for finding in other.listed:
-            self.add(finding)
-        with self._lock:
-            for kind, count in other.kinds.items():
-                listed = sum(finding.kind == kind for finding in other.listed)
-                self._kinds[kind] = self._kinds.get(kind, 0) + count - listed
-            self._notes += other.notes
-
     @property
     def listed(self) -> tuple[Finding, ...]:
         return tuple(self._listed)

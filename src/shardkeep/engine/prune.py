@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardkeep.engine.run import WRITER, RunView, StepFolder, list_generations, read_commit, scan_run
-from shardkeep.errors import Corrupt, Fenced, NotCommitted
+from shardkeep.engine.run import WRITER, RunView, StepFolder, is_void, list_generations, read_commit, scan_run
+from shardkeep.errors import AlreadyExists, Corrupt, Fenced, NotCommitted
 from shardkeep.events import Event, EventSink
 from shardkeep.format.names import COMMIT_RECORD, PRUNE_INTENT, StepRef, find_part
 from shardkeep.format.records import PruneRecord, decode_metrics, encode_record
@@ -92,7 +92,8 @@ def prune(
     removed: list[StepRef] = []
     for ref in plan.all:
         _check_newest(store, by_generation, ref)
-        remove_step(store, view.folders[ref], view.run_id, by_generation)
+        if not remove_step(store, view.folders[ref], view.run_id, by_generation):
+            continue
         events.emit(
             Event(
                 name="prune.removed",
@@ -104,14 +105,22 @@ def prune(
     return tuple(removed)
 
 
-def remove_step(store: Store, folder: StepFolder, run_id: str, by_generation: int) -> None:
-    """Remove one try at a step in an order that no crash can turn into a half checkpoint."""
+def remove_step(store: Store, folder: StepFolder, run_id: str, by_generation: int) -> bool:
+    """Remove one try at a step in an order that no crash can turn into a half checkpoint.
+
+    Returns False, and leaves it, when another process has just begun to remove it: that one's intent is its own.
+    """
     ref = folder.ref
     intent = ref.key(PRUNE_INTENT)
     if not folder.pruning:
         record = PruneRecord(run_id=run_id, ref=ref, by_generation=by_generation)
         # ORDER: intent, then the second look at the generations, then the commit record.
-        store.put(intent, encode_record(record, writer=WRITER))
+        try:
+            store.put(intent, encode_record(record, writer=WRITER), if_absent=True)
+        except AlreadyExists:
+            if not is_void(store, ref):
+                return False
+            store.put(intent, encode_record(record, writer=WRITER))
         try:
             _check_newest(store, by_generation, ref)
         except Fenced:
@@ -124,6 +133,7 @@ def remove_step(store: Store, folder: StepFolder, run_id: str, by_generation: in
     # intent is still there, so that the step is neither loaded nor rolled forward, and the next prune goes on.
     store.delete([ref.key(name) for name in (COMMIT_RECORD, *parts, *others)])
     store.delete([intent])
+    return True
 
 
 def _check_newest(store: Store, generation: int, ref: StepRef) -> None:

@@ -7,10 +7,11 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from shardkeep import knobs
 from shardkeep.engine.blocks import run_blocks
-from shardkeep.engine.run import record_limit
+from shardkeep.engine.run import read_twice, record_limit
 from shardkeep.errors import Corrupt, NotFound
 from shardkeep.format.digests import BLOCK_BYTES, LEAF_BYTES, DigestTable, find_bad_leaf, leaf_count
 from shardkeep.format.names import StepRef, format_digests, format_part, is_shard
@@ -36,7 +37,7 @@ class PartReader:
         self.store = store
         self.ref = commit.ref
         self.rank = rank
-        self.record = _read_part(store, commit, rank)
+        self.record = read_twice(lambda: _read_part(store, commit, rank))
         self._digests: DigestTable | None = None
         self._lock = threading.Lock()
 
@@ -45,7 +46,7 @@ class PartReader:
         """The part's leaf digests, whose sha256 the part record names."""
         with self._lock:
             if self._digests is None:
-                self._digests = self._read_digests()
+                self._digests = read_twice(self._read_digests)
             return self._digests
 
     def _read_digests(self) -> DigestTable:
@@ -169,7 +170,7 @@ def read_verified(reader: PartReader, shard: int, begin: int, data: memoryview) 
     bad: int | None = None
     for _ in range(2):
         try:
-            reader.store.read_into(key, begin, data)
+            read_twice(partial(reader.store.read_into, key, begin, data))
         except NotFound:
             raise Corrupt(
                 f"{key}: missing, though {reader.ref} is committed", step=reader.ref.step, rank=reader.rank

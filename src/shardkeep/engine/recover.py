@@ -7,10 +7,13 @@ that the coordinator would have written, so that both may try.
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
+
 from shardkeep.engine.reader import check_part
-from shardkeep.engine.run import WRITER, RunView, StepFolder, read_commit, record_limit
+from shardkeep.engine.run import WRITER, RunView, StepFolder, read_commit, read_twice, record_limit
 from shardkeep.engine.writer import summarize_part
-from shardkeep.errors import Corrupt, NotFound
+from shardkeep.errors import AlreadyExists, Corrupt, NotFound
 from shardkeep.events import Event, EventSink
 from shardkeep.format.names import COMMIT_RECORD, StepRef, find_part, format_digests, format_part
 from shardkeep.format.records import CommitRecord, PartRecord, PartSummary, decode_record, encode_record
@@ -30,7 +33,9 @@ def roll_forward(store: Store, view: RunView, events: EventSink) -> tuple[StepRe
         record = find_commit(store, folder, view.run_id)
         if record is None:
             continue
-        store.put(ref.key(COMMIT_RECORD), encode_record(record, writer=WRITER), if_absent=True)
+        # Another version of shardkeep, whose name is in the record, may have come first: just as well.
+        with contextlib.suppress(AlreadyExists):
+            store.put(ref.key(COMMIT_RECORD), encode_record(record, writer=WRITER), if_absent=True)
         events.emit(
             Event(
                 name="recover.rolled_forward",
@@ -52,7 +57,7 @@ def find_commit(store: Store, folder: StepFolder, run_id: str) -> CommitRecord |
     summaries: list[PartSummary] = []
     for rank in ranks:
         try:
-            part, summary = _read_part(store, ref, rank)
+            part, summary = read_twice(partial(_read_part, store, ref, rank))
         except (Corrupt, NotFound):
             return None
         first = first or part

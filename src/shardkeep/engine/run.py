@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from shardkeep import knobs
 from shardkeep._version import __version__
 from shardkeep.errors import AlreadyExists, Corrupt, NotCommitted, NotFound, UsageError
 from shardkeep.format.names import (
     COMMIT_RECORD,
+    GENERATION_CLAIM,
     GENERATION_RECORD,
     MARKS,
     PRUNE_INTENT,
@@ -30,6 +33,7 @@ from shardkeep.format.records import (
     CommitRecord,
     GenerationRecord,
     MarkRecord,
+    PruneRecord,
     RunRecord,
     decode_record,
     encode_record,
@@ -38,6 +42,8 @@ from shardkeep.plan.timeline import plan_timeline
 from shardkeep.storage.base import Store
 
 WRITER = f"shardkeep {__version__}"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +69,8 @@ class RunView:
     Attributes:
         generations: every claimed generation on the chain from the newest one to its first ancestor.
         numbers: every generation number there is a folder for, ascending.
-        folders: the step folders of those generations.
+        folders: the step folders of every generation, on the chain or not. An intent that came too late to be carried
+            out is not among their files.
         quarantined, held: steps that a mark names.
     """
 
@@ -96,13 +103,25 @@ def record_limit() -> int:
     return knobs.get_int("RECORD_BYTES")
 
 
+def read_twice(read: Callable[[], T]) -> T:
+    """Return `read()`, made once more when it finds damage, so that a slip of the transport is not taken for it."""
+    try:
+        return read()
+    except Corrupt:
+        return read()
+
+
 def read_run_id(store: Store) -> str | None:
     """Return the run's id, or None where there is no run."""
-    try:
+
+    def read() -> str:
         data = store.get(RUN_RECORD, limit_bytes=record_limit())
+        return decode_record(RunRecord, data, where=RUN_RECORD).run_id
+
+    try:
+        return read_twice(read)
     except NotFound:
         return None
-    return decode_record(RunRecord, data, where=RUN_RECORD).run_id
 
 
 def create_run(store: Store) -> str:
@@ -119,7 +138,9 @@ def create_run(store: Store) -> str:
 def read_generation(store: Store, number: int) -> GenerationRecord:
     """Return a generation's record. Raises NotFound when nobody claimed it."""
     key = f"{format_generation(number)}/{GENERATION_RECORD}"
-    record = decode_record(GenerationRecord, store.get(key, limit_bytes=record_limit()), where=key)
+    record = read_twice(
+        lambda: decode_record(GenerationRecord, store.get(key, limit_bytes=record_limit()), where=key)
+    )
     if record.generation != number:
         raise Corrupt(f"{key}: expected generation {number}, found generation {record.generation}")
     return record
@@ -147,8 +168,14 @@ def scan_run(store: Store) -> RunView | None:
     numbers = list_generations(store)
     records = read_chain(store, numbers, run_id)
     folders: dict[StepRef, StepFolder] = {}
-    for number in records:
+    # Those off the chain too: what a start that died before its first commit left is found here or never.
+    for number in numbers:
         folders.update(list_step_folders(store, number))
+    for record in records.values():
+        parent = folders.get(record.parent) if record.parent is not None else None
+        if parent is not None and parent.pruning and is_void(store, parent.ref):
+            files = {name: size for name, size in parent.files.items() if name != PRUNE_INTENT}
+            folders[parent.ref] = StepFolder(ref=parent.ref, files=files)
     quarantined, held = read_marks(store)
     return RunView(
         run_id=run_id, generations=records, numbers=numbers, folders=folders, quarantined=quarantined, held=held
@@ -224,14 +251,15 @@ def read_commit(store: Store, ref: StepRef, *, run_id: str | None = None) -> Com
     """
     key = ref.key(COMMIT_RECORD)
     try:
-        data = store.get(key, limit_bytes=record_limit())
+        record = read_twice(
+            lambda: decode_record(CommitRecord, store.get(key, limit_bytes=record_limit()), where=key)
+        )
     except NotFound:
         raise NotCommitted(
             f"{store.url}: {ref} has no commit record: it was never completed, or it is being removed",
             step=ref.step,
             advice=f"shardkeep ls {store.url}",
         ) from None
-    record = decode_record(CommitRecord, data, where=key)
     if record.ref != ref or (run_id is not None and record.run_id != run_id):
         raise Corrupt(f"{key}: is the commit record of {record.ref} of run {record.run_id}: it was moved or copied")
     if len(record.parts) != record.world_size or record.world_size < 1:
@@ -257,22 +285,40 @@ def claim_generation(
             created_at=now(),
             environment=environment,
         )
-        # ORDER: the exclusive create comes before the look at the parent. A pruner writes its intent before it
-        # lists generations, so that of two that race, one sees the other.
+        # ORDER: the exclusive create of the claim, the look at the parent, the record. A pruner writes its intent
+        # before it lists generations, so that of two that race, one sees the other. CRASH: a claim without a record
+        # takes the number and means nothing else; a record proves that the parent stood.
+        folder, data = format_generation(number), encode_record(record, writer=WRITER)
         try:
-            store.put(
-                f"{format_generation(number)}/{GENERATION_RECORD}",
-                encode_record(record, writer=WRITER),
-                if_absent=True,
-            )
+            store.put(f"{folder}/{GENERATION_CLAIM}", data, if_absent=True)
         except AlreadyExists:
             continue
         if parent is not None and not _stands(store, parent):
             return None
+        store.put(f"{folder}/{GENERATION_RECORD}", data, if_absent=True)
         return record
     raise UsageError(f"{store.url}: 64 other starts of this run claimed a generation first", advice="start again")
 
 
 def _stands(store: Store, ref: StepRef) -> bool:
     names = {info.key for info in store.list_objects(f"{ref.folder}/")}
-    return ref.key(COMMIT_RECORD) in names and ref.key(PRUNE_INTENT) not in names
+    return ref.key(COMMIT_RECORD) in names and (ref.key(PRUNE_INTENT) not in names or is_void(store, ref))
+
+
+def is_void(store: Store, ref: StepRef) -> bool:
+    """Say whether a step's prune intent will never be carried out: a newer generation began at the step.
+
+    Its record proves that it saw no intent after it had taken its number, so that whoever wrote the intent since sees
+    the number before it removes anything. It died there, or is about to withdraw.
+    """
+    key = ref.key(PRUNE_INTENT)
+    try:
+        by = decode_record(PruneRecord, store.get(key, limit_bytes=record_limit()), where=key).by_generation
+    except (Corrupt, NotFound):
+        return False
+    for number in list_generations(store):
+        if number > by:
+            with contextlib.suppress(NotFound):
+                if read_generation(store, number).parent == ref:
+                    return True
+    return False

@@ -11,6 +11,7 @@ from shardkeep.errors import UsageError
 
 RUN_RECORD: Final = "run.json"
 GENERATION_RECORD: Final = "generation.json"
+GENERATION_CLAIM: Final = "claim.json"
 COMMIT_RECORD: Final = "commit.json"
 PRUNE_INTENT: Final = "prune.json"
 HF_INDEX: Final = "model.safetensors.index.json"
@@ -111,7 +112,7 @@ def is_asset(name: str) -> bool:
     Names that differ from ours in case only are refused too: some file systems take them for the same.
     """
     lower = name.lower()
-    reserved = lower in (COMMIT_RECORD, PRUNE_INTENT, HF_INDEX, GENERATION_RECORD, RUN_RECORD)
+    reserved = lower in (COMMIT_RECORD, PRUNE_INTENT, HF_INDEX, GENERATION_RECORD, GENERATION_CLAIM, RUN_RECORD)
     ours = _SHARD.match(lower) is not None or lower.startswith(("part-r", "digests-r"))
     return _ASSET.match(name) is not None and not reserved and not ours
 

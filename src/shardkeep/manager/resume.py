@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from shardkeep.engine.environment import describe_environment
 from shardkeep.engine.recover import check_commit, choose_steps, roll_forward
-from shardkeep.engine.restore import restore
+from shardkeep.engine.restore import agree_intact, restore
 from shardkeep.engine.run import (
     claim_generation,
     create_run,
@@ -23,6 +23,7 @@ from shardkeep.engine.run import (
 from shardkeep.errors import Corrupt, NotCommitted, NotFound, UsageError
 from shardkeep.events import Event, EventSink
 from shardkeep.format.names import StepRef
+from shardkeep.format.records import CommitRecord
 from shardkeep.ranks.base import Group
 from shardkeep.storage.base import Store
 
@@ -194,13 +195,21 @@ def restore_step(
     from shardkeep.state.restore import plan_restore
 
     assert claim.parent is not None
-    commit = read_commit(store, claim.parent, run_id=claim.run_id)
+    parent = claim.parent
+    found: list[CommitRecord] = []
+
+    def read() -> bytes:
+        found.append(read_commit(store, parent, run_id=claim.run_id))
+        return b""
+
+    # A phase of its own: a rank that cannot read the record must not leave the others waiting in the next one.
+    agree_intact(group, "resume.commit", read)
     notes: list[str] = []
     origin = (int(claim.run_id[:15], 16), claim.generation, group.rank)
     done = restore(
         store,
         group,
-        commit,
+        found[0],
         lambda catalog: plan_restore(state, catalog, cast=cast),
         lambda plan: notes.extend(plan.finish(rng_derivation=origin)),
     )

@@ -25,7 +25,7 @@ from shardkeep.state.destinations import plan_tree_tensor
 from shardkeep.state.drafts import MISSING, CaptureDraft, RestoreDraft, Stage, split_key
 from shardkeep.state.rng import capture_generator, is_generator, plan_generator
 from shardkeep.state.subclasses import take_apart
-from shardkeep.state.values import escape, find_tensors, format_section, pack_tree, unpack_tree
+from shardkeep.state.values import escape, find_tensors, format_section, iter_refs, pack_tree, unpack_tree
 from shardkeep.state.wrappers import PerRank, Sharded
 
 Kind = Literal["model", "optimizer", "generator", "tensor", "object", "value"]
@@ -260,11 +260,8 @@ def _plan_generator(draft: RestoreDraft, item: Item, stored: Any) -> None:
 def _plan_object(draft: RestoreDraft, item: Item, stored: Any) -> None:
     # A state_dict() may have effects (some loaders start their workers): it is called only when a sharded tensor
     # needs the live layout.
-    sharded = any(
-        stored_tensor.placements
-        for key, stored_tensor in draft.catalog.tensors.items()
-        if key.startswith(f"{item.key}/")
-    )
+    spread = [draft.find_stored(key) for key in iter_refs(stored)]
+    sharded = any(tensor is not None and tensor.placements for tensor in spread)
     live = find_tensors(item.value.state_dict(), item.key) if sharded else {}
     # Not into the live tensors themselves: what its state_dict() returns may be the object's own to check first.
     content = unpack_planned(draft, stored, live, in_place=False)

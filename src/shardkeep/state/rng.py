@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -245,11 +246,9 @@ def _accelerator_planner(kind: str) -> Callable[[Any, list[str]], list[tuple[str
 
 def _tracker_states() -> dict[str, torch.Tensor]:
     """Return the live streams of DTensor's tracker; newer torch keeps none and uses the device generator."""
-    if not torch.distributed.is_available():
-        return {}
-    from torch.distributed.tensor import _random
-
-    states = getattr(getattr(_random, "_rng_tracker", None), "rng_states", None)
+    # Nothing is imported to ask: who uses DTensor has it loaded.
+    loaded = sys.modules.get("torch.distributed.tensor._random")
+    states = getattr(getattr(loaded, "_rng_tracker", None), "rng_states", None)
     return states if isinstance(states, dict) else {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from shardkeep.data.batches import Batching, IdBatches
+from shardkeep.data.coordinates import Coordinates
 from shardkeep.data.loader import ResumableLoader
 from shardkeep.errors import StateMismatch, UsageError
 from shardkeep.order.cursor import Cursor, ids_between
@@ -251,6 +254,29 @@ def test_stop_iteration_in_the_dataset_does_not_end_the_epoch_silently(tmp_path:
     loader = ResumableLoader(Failing(24, flag, StopIteration), global_batch_size=4, seed=0)
     with pytest.raises(UsageError, match="StopIteration while fetching positions 8 to 11 of epoch 0"):
         list(loader)
+
+
+def test_a_failure_stops_the_workers_though_its_traceback_is_kept(tmp_path: Path) -> None:
+    """A dead worker that torch still watches raises its error again at every later SIGCHLD."""
+    flag = tmp_path / "broken"
+    flag.touch()
+    loader = ResumableLoader(
+        Failing(24, flag, OSError), global_batch_size=4, seed=0, num_workers=1, persistent_workers=True
+    )
+    before = set(multiprocessing.active_children())
+    with pytest.raises(OSError, match="broken sample") as kept:
+        list(loader)
+    assert kept.tb is not None
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_ids_start_where_the_position_was_at_iter() -> None:
+    start = Cursor(seed=0, epoch=0, consumed=0, size=24)
+    ids = IdBatches(Batching(batch_size=4, drop_last=False, at=Coordinates(rank=0, size=1)), start)
+    batches = iter(ids)
+    ids.start = Cursor(seed=0, epoch=0, consumed=20, size=24)
+    assert flat(batches) == order(24)
+    assert len(ids) == 1
 
 
 class Dying(Numbers):

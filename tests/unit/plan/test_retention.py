@@ -62,8 +62,11 @@ def test_of_equal_ones_the_newest_is_the_best() -> None:
 
 def test_unhealthy_ones_do_not_count_as_good() -> None:
     timeline = [
-        candidate(1, loss=2.0), candidate(2, loss=1.0, healthy=False), candidate(3, healthy=False), candidate(4, healthy=False)
-    ]  # fmt: skip
+        candidate(1, loss=2.0),
+        candidate(2, loss=1.0, healthy=False),
+        candidate(3, healthy=False),
+        candidate(4, healthy=False),
+    ]
     assert left(timeline, Keep(last=1)) == [1, 4]
     assert left([candidate(0), *timeline], Keep(best=Best(metric="loss"))) == [1, 4]
 

@@ -176,6 +176,23 @@ def test_live_state_that_was_not_saved_goes() -> None:
     assert not optimizer.state
 
 
+def test_live_state_is_filled_in_place() -> None:
+    """Tensors of the live state keep their identity (CUDA graphs, fused kernels), what was not saved goes."""
+    net = make_net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, range(2))
+    expected = copy.deepcopy(optimizer.state_dict())
+    saved = save({"model": net, "optimizer": optimizer})
+    train(net, optimizer, range(2, 4))
+    table = optimizer.state[net[0].weight]
+    held = dict(table)
+    table["novel"] = torch.ones(1)
+    load(saved, {"model": net, "optimizer": optimizer})
+    assert optimizer.state[net[0].weight] is table
+    assert {name: id(tensor) for name, tensor in table.items()} == {name: id(tensor) for name, tensor in held.items()}
+    assert_same(expected, optimizer.state_dict())
+
+
 def test_trainability_is_compared_by_name() -> None:
     """OPT-7, unslothai/unsloth#3108: a layer that was trainable is frozen in the live model."""
     net = make_net()

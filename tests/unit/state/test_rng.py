@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,6 +57,21 @@ def test_capture_and_planning_draw_nothing() -> None:
     assert str(before) == str(after)
     assert np.array_equal(before["torch"], after["torch"])
     assert "rng" in saved.per_rank
+
+
+def test_tracker_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DTensor's own streams (older torch keeps them beside the device generator's)."""
+    from torch.distributed.tensor import _random
+
+    tracker = types.SimpleNamespace(rng_states={"parallel-rng": torch.arange(16, dtype=torch.uint8)})
+    monkeypatch.setattr(_random, "_rng_tracker", tracker)
+    saved = save({})
+    tracker.rng_states["parallel-rng"] = torch.zeros(16, dtype=torch.uint8)
+    load(saved, {})
+    assert torch.equal(tracker.rng_states["parallel-rng"], torch.arange(16, dtype=torch.uint8))
+    monkeypatch.setattr(_random, "_rng_tracker", None)
+    with pytest.raises(StateMismatch, match="rng/dtensor: DTensor's tracker has the streams"):
+        load(saved, {})
 
 
 def _break_python(stored: dict[str, Any]) -> None:
