@@ -1,4 +1,4 @@
-"""Train a small model sharded over all ranks with FSDP2. Start it with torchrun; any rank may be killed at any moment.
+"""Train a small model sharded over all ranks with FSDP2. Any rank may be killed at any moment.
 
 torchrun --nproc-per-node 2 --max-restarts 3 train_fsdp.py runs/fsdp
 """
@@ -61,7 +61,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run", help="folder of the run, on a file system that all nodes share")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--kill-at", type=int, help="in the first start, end the last rank by SIGKILL after this step")
+    parser.add_argument(
+        "--kill-at", type=int, help="in the first start, end the last rank by SIGKILL after this step"
+    )
     args = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,12 +1,14 @@
-"""Train a small model in one process. Kill it at any moment and start it again: it goes on as if nothing had happened."""
+"""Train a small model in one process. Kill it at any moment and start it again: it goes on exactly."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
 import os
+import random
 import signal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -35,6 +37,8 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int, help="end this process by SIGKILL after this step")
     args = parser.parse_args()
 
+    random.seed(0)
+    np.random.seed(0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -7,6 +7,7 @@ Knobs change speed, patience and limits, never what is written or promised. Each
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,12 +37,12 @@ KNOBS: Final = {
         _knob("BARRIER_TIMEOUT_S", 1800.0, "s", 0.1, "how long a rank waits for its peers in one phase"),
         _knob("PEER_SILENCE_S", 60.0, "s", 0.2, "how long a rank may show no sign of life before it counts as lost"),
         _knob("IO_THREADS", 2, "threads", 1, "threads that write or read blocks of one checkpoint per rank"),
-        _knob("RING_BLOCKS", 6, "blocks of 8 MiB", 2, "host memory a blocking save or a load may use"),
         _knob("SHARD_BYTES", 5_000_000_000, "bytes", 1 << 20, "size at which a new shard file is begun"),
-        _knob("READ_GAP_BYTES", 1 << 20, "bytes", 0, "gap between wanted ranges that one read may span"),
         _knob("RETRIES", 4, "tries", 0, "repeats of a retryable storage call before its error is raised"),
         _knob("RETRY_BASE_S", 0.2, "s", 0.0, "first pause between retries; doubles each time, with jitter"),
         _knob("RECORD_BYTES", 1 << 30, "bytes", 1 << 10, "largest JSON record or digest file that is read"),
+        _knob("JOURNAL_S", 5.0, "s", 0.0, "how long a step's line in the journal may wait to be made durable"),
+        _knob("JOURNAL_BYTES", 64 << 20, "bytes", 0, "finished segments of one start's journal that are kept"),
     )
 }
 
@@ -64,7 +65,7 @@ def get_knob(name: str) -> float:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not value >= knob.minimum:
+    if not knob.minimum <= value < math.inf:
         raise UsageError(
             f"SHARDKEEP_{name}={text!r}: expected a number of {knob.unit}, at least {knob.minimum:g}",
             advice=f"unset SHARDKEEP_{name} to use the default, {knob.default:g}",
@@ -75,6 +76,15 @@ def get_knob(name: str) -> float:
 def get_int(name: str) -> int:
     """Return a knob that counts things."""
     return int(get_knob(name))
+
+
+FOREIGN: Final = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTHONHASHSEED")
+"""Variables of other libraries that decide whether a run repeats itself; recorded, never acted on."""
+
+
+def read_foreign() -> dict[str, str]:
+    """Return those of FOREIGN that are set."""
+    return {name: os.environ[name] for name in FOREIGN if name in os.environ}
 
 
 @contextlib.contextmanager

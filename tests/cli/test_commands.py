@@ -17,6 +17,7 @@ from shardkeep.engine.run import scan_run, write_mark
 from shardkeep.engine.save import SaveOptions
 from shardkeep.errors import UsageError
 from shardkeep.format.names import StepRef
+from shardkeep.format.records import PruneRecord, encode_record
 from shardkeep.plan.retention import Best
 from shardkeep.storage.posix import PosixStore
 from tests.cli.runner import shardkeep
@@ -343,3 +344,16 @@ def test_diff_across_forms(tmp_path: Path) -> None:
     assert shardkeep("diff", tmp_path / "model.safetensors", tmp_path / "half.safetensors").code == 1
     assert shardkeep("diff", tmp_path / "model.safetensors", tmp_path / "nothing").code == 10
     assert shardkeep("diff", tmp_path / "model.safetensors", run.root, "--step-a", 3).code == 64
+
+
+def test_ls_agrees_with_the_engine_on_intents_that_came_too_late(tmp_path: Path) -> None:
+    run = make_run(tmp_path, 10, 20)
+    run.claim(StepRef(10, 1))
+    intent = encode_record(PruneRecord(run_id=run.run_id, ref=StepRef(10, 1), by_generation=1))
+    (run.folder(10, generation=1) / "prune.json").write_bytes(intent)
+    view = scan_run(run.store)
+    assert view is not None
+    assert view.timeline == (StepRef(10, 1),)
+    assert [entry[0] for entry in steps_of(tmp_path)] == [10]
+    assert [entry[:2] for entry in steps_of(tmp_path, "--all")] == [(10, "committed"), (20, "abandoned")]
+    assert shardkeep("verify", f"{tmp_path}@g0001/10").code == 0

@@ -11,7 +11,7 @@ import pytest
 
 from shardkeep.engine.save import SaveOptions
 from shardkeep.format.names import StepRef, format_mark
-from shardkeep.format.records import MarkRecord, encode_record
+from shardkeep.format.records import CommitRecord, MarkRecord, decode_record, encode_record
 from tests.cli.runner import shardkeep
 from tests.support.fake_state import FakeRun, flip, make_tensor, small_state
 
@@ -186,6 +186,8 @@ def test_verify_names_the_damage(copy: Path, exhibit: Exhibit) -> None:
     text = shardkeep("verify", copy, "--step", "all").out
     for word in exhibit.words:
         assert word in text
+    # Named alone or as the latest, the damaged step gives the same findings.
+    assert shardkeep("verify", copy, "--json").json["finding_count"] == result.json["finding_count"]
     quick = shardkeep("verify", copy, "--step", "all", "--quick")
     assert quick.code == (20 if exhibit.quick else 0)
     assert snapshot(copy) == before
@@ -286,3 +288,16 @@ def test_names_with_control_characters_are_escaped(tmp_path: Path) -> None:
         assert not any(sign < " " and sign != "\n" for sign in result.out + result.err), arguments
         assert "\u202e" not in result.out + result.err
     assert "\\x1b[2Jevil\\u202e\\nname" in shardkeep("show", run.root).out
+
+
+def test_a_newer_format_is_not_called_damage(copy: Path) -> None:
+    commit = copy / STEP / "commit.json"
+    record = decode_record(CommitRecord, commit.read_bytes(), where="")
+    commit.write_bytes(encode_record(record, requires=("erasure",)))
+    result = shardkeep("verify", copy, "--json")
+    assert (result.code, result.json["exit_code"]) == (12, 12)
+    assert [finding["kind"] for finding in result.json["findings"]] == ["incompatible"]
+    assert "erasure" in result.json["findings"][0]["text"]
+    assert shardkeep("show", copy).code == 12
+    flip(copy / "g0001/step-00000010/config.json", 3)
+    assert shardkeep("verify", copy, "--step", "all").code == 20

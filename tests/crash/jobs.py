@@ -29,7 +29,8 @@ def make_state(step: int, rank: int = 0) -> dict[str, Any]:
     """Return a live state whose every bit follows from the step; the rank's own tensor from the rank too."""
     # Not through the global generator: threads share it.
     draw = torch.Generator().manual_seed(1000 + step)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    skip = torch.nn.utils.skip_init
+    model = torch.nn.Sequential(skip(torch.nn.Linear, 6, 5), skip(torch.nn.Linear, 5, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -105,12 +105,13 @@ def test_power_cut_at_every_call_of_one_rank(kind: FaultKind) -> None:
     assert set(outcomes) == {10, 20}
 
 
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_power_cut_at_every_call_of_two_ranks(rank: int, request: pytest.FixtureRequest) -> None:
+def test_power_cut_at_every_call_of_two_ranks(rank: int, stride: int) -> None:
     first = begin(2)
     totals = count_calls(2)
     outcomes = set()
-    for call in range(1, totals[rank] + 1):
+    for call in range(1, totals[rank] + 1, stride):
         disk = cut(2, rank, call, "kill", first)
         step = restart(disk, 2, keep=ONE)
         assert step in (10, 20), call

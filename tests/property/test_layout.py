@@ -116,6 +116,9 @@ def test_a_look_within_a_chunk_finds_what_overlaps_it(data: st.DataObject, shape
     table = tuple(mesh for mesh, _ in meshes)
     everything = list(iter_chunks(shape, layout, table))
     assert [(chunk.numel, holders) for chunk, holders in everything] == list(iter_numels(shape, layout, table))
+    if len(meshes) == 2 and 0 not in shape:
+        single = iter_chunks(shape, Layout(meshes=(0,), placements=meshes[0][1]), table[:1])
+        assert everything == [(chunk, holders + tuple(r + 8 for r in holders)) for chunk, holders in single]
     offsets = tuple(data.draw(st.integers(0, n)) for n in shape)
     within = Chunk(offsets, tuple(data.draw(st.integers(0, n - o)) for o, n in zip(offsets, shape, strict=True)))
     wanted = [(c, h) for c, h in everything if 0 in shape or intersect(c, within) is not None]

@@ -9,8 +9,8 @@ import click
 from shardkeep.cli.output import escape, write, write_json
 from shardkeep.cli.target import find_ref, get_view, open_run, parse_selection, parse_target
 from shardkeep.engine.environment import describe_environment
-from shardkeep.engine.recover import check_commit
-from shardkeep.engine.run import RunView, claim_generation, list_step_folders
+from shardkeep.engine.recover import confirm_commit
+from shardkeep.engine.run import RunView, claim_generation
 from shardkeep.errors import NotFound, UsageError
 from shardkeep.format.names import StepRef, format_generation
 
@@ -34,10 +34,7 @@ def command(run: str, step: str, yes: bool, as_json: bool) -> int:
     store = open_run(target.url)
     view = get_view(store)
     ref = find_ref(store, parse_selection(step))
-    if ref.generation not in view.generations:
-        folders = list_step_folders(store, ref.generation)
-        view.folders.update(folders)
-    check_commit(store, view, ref)
+    confirm_commit(store, view, ref)
     before = view.timeline[-1] if view.timeline else None
     generation: int | None = None
     if yes:

@@ -21,7 +21,6 @@ from shardkeep.cli.output import (
     write_json,
 )
 from shardkeep.cli.target import STEP_HELP, choose_selection, find_ref, open_run, parse_target
-from shardkeep.engine.layout_check import check_table
 from shardkeep.engine.listing import no_run
 from shardkeep.engine.restore import CheckpointReader
 from shardkeep.engine.run import read_commit, read_run_id
@@ -71,7 +70,6 @@ def command(
             write(*_format_files(source, rows, tree=tree, listed=pattern is not None, with_shards=with_shards))
         return 0
     commit = read_commit(store, find_ref(store, choose_selection(target, step)))
-    check_table(commit.facts.layout, commit.world_size)
     rows = select(list_checkpoint(commit), pattern)
     _check_any(rows, pattern, f"{store.url}, {commit.ref}")
     shards = _read_shards(store, commit) if with_shards else None

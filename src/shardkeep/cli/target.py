@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardkeep.engine.listing import find_branch_step, no_run
-from shardkeep.engine.locate import find_checkpoint
+from shardkeep.engine.locate import choose_step
 from shardkeep.engine.run import RunView, scan_run
 from shardkeep.errors import NotFound, UsageError
 from shardkeep.format.names import StepRef, find_generation, find_step
@@ -101,9 +101,10 @@ def find_ref(store: Store, selection: Selection) -> StepRef:
     Raises:
         NotFound: no run or no such step. NotCommitted: only saves that never finished.
     """
+    view = get_view(store)
     if selection.generation is not None and selection.step is not None:
-        return find_branch_step(store, selection.generation, selection.step, selection.attempt)
-    return find_checkpoint(store, "latest" if selection.step is None else selection.step).ref
+        return find_branch_step(store, view, selection.generation, selection.step, selection.attempt)
+    return choose_step(store, view, "latest" if selection.step is None else selection.step)
 
 
 def require_local(path: str) -> None:

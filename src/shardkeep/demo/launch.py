@@ -69,7 +69,7 @@ def run_job(
 @contextlib.contextmanager
 def _start(config: RankConfig, world_size: int, output: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     command = [sys.executable, "-m", "shardkeep.demo.train", msgspec.json.encode(config).decode()]
-    shared = _make_environment(world_size)
+    shared = _make_environment(world_size, output)
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world_size):
@@ -88,13 +88,15 @@ def _start(config: RankConfig, world_size: int, output: Path) -> Iterator[list[s
         _end(ranks)
 
 
-def _make_environment(world_size: int) -> list[str]:
-    """Return what torchrun would set, as `NAME=value` for env(1)."""
+def _make_environment(world_size: int, output: Path) -> list[str]:
+    """Return what torchrun would set and what keeps the ranks to themselves, as `NAME=value` for env(1)."""
     # Nobody here looks up the names of machines: the ranks talk over the loopback device.
     loopback = [f"GLOO_SOCKET_IFNAME={name}" for _, name in socket.if_nameindex() if name.startswith("lo")]
     return [
         "RES_OPTIONS=timeout:1 attempts:1",
         *loopback[:1],
+        # Torch makes folders for its compiler's cache wherever temporary files go, even where nothing is compiled.
+        f"TMPDIR={output}",
         f"WORLD_SIZE={world_size}",
         f"LOCAL_WORLD_SIZE={world_size}",
         "MASTER_ADDR=127.0.0.1",

@@ -47,10 +47,10 @@ class Shape(Struct, frozen=True, kw_only=True):
 
 
 STANDARD: Final = Shape(
-    layers_count=4,
+    layers_count=2,
     width=128,
     heads_count=4,
-    context_bytes=128,
+    context_bytes=64,
     batch_count=16,
     windows_count=408,
     stop=40,

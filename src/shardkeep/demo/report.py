@@ -58,7 +58,7 @@ class Progress:
 
     @contextlib.contextmanager
     def _bar(self, total_count: int) -> Iterator[Callable[[int], None]]:
-        if not self.console.is_terminal:
+        if not self.console.is_terminal or total_count < 2:
             yield lambda done: None
             return
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -144,7 +144,7 @@ def write_table(result: Result) -> None:
         table.add_row(
             row.group if begins else "",
             row.quantity,
-            f"{row.count:,} {row.unit}",
+            f"{row.count:,} {row.unit if row.count != 1 else row.unit.removesuffix('s')}",
             "" if row.total_bytes is None else f"{row.total_bytes:,}",
             "[green]yes[/]" if row.identical else "[bold red]NO[/]",
         )

@@ -47,7 +47,10 @@ def run_demo(options: DemoOptions | None = None, *, json: bool = False) -> int:
     """
     options = options or DemoOptions()
     with _end_on_sigterm(), _open_folder(options.keep) as folder:
-        result = _Course(options, folder, start_progress()).run()
+        progress = start_progress()
+        result = _Course(options, folder, progress).run()
+        if options.keep is not None:
+            progress.say(f"kept in {folder}; look at it with: shardkeep ls {folder / 'killed'}")
     (write_document if json else write_table)(result)
     return 0 if result.bit_identical else NotBitExact.exit_code
 
@@ -102,9 +105,10 @@ class _Course:
             self._job("unbroken", show, shape.world_size, save=False)
         unbroken = self._read("unbroken")
         start = unbroken.starts[1]
+        first, last = (self._loss(unbroken, step) for step in (1, shape.stop))
         say(
             f"  trained a GPT of {start.parameters_count:,} parameters on Python's own sources "
-            f"({start.text_bytes / 1e6:.1f} MB), loss {self._loss(unbroken, 1):.2f} -> {self._loss(unbroken, shape.stop):.2f}"
+            f"({start.text_bytes / 1e6:.1f} MB), loss {first:.2f} -> {last:.2f}"
         )
         self._facts["parameters"] = start.parameters_count
         self._facts["text"] = {"files": start.files_count, "bytes": start.text_bytes}

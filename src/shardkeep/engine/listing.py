@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from shardkeep.engine.run import (
+    RunView,
     StepFolder,
+    is_void,
     list_generations,
-    list_step_folders,
     read_chain,
     read_marks,
     read_run_id,
@@ -72,10 +73,10 @@ def list_timeline(store: Store) -> Listing:
     """
     run_id = _get_run_id(store)
     chain = read_chain(store, list_generations(store), run_id)
-    briefs = {ref: _read_brief(store, ref, run_id) for ref in _iter_candidates(store, chain)}
+    briefs = {ref: read_brief(store, ref, run_id) for ref in _iter_candidates(store, chain)}
     parents = {number: record.parent for number, record in chain.items()}
     there = [ref for ref, (brief, problem) in briefs.items() if brief or problem]
-    timeline = plan_timeline(parents, [ref for ref in there if not _exists(store, ref.key(PRUNE_INTENT))])
+    timeline = plan_timeline(parents, [ref for ref in there if not _is_pruned(store, ref, parents.values())])
     quarantined, held = read_marks(store)
     newest = _find_latest(timeline, quarantined)
     head = max(chain, default=0)
@@ -113,7 +114,7 @@ def _iter_candidates(store: Store, chain: dict[int, GenerationRecord]) -> Iterat
         limit = record.parent
 
 
-def _read_brief(store: Store, ref: StepRef, run_id: str) -> tuple[CommitBrief | None, str | None]:
+def read_brief(store: Store, ref: StepRef, run_id: str) -> tuple[CommitBrief | None, str | None]:
     """Return what the commit record says, or what is wrong with it; neither when there is none."""
     key = ref.key(COMMIT_RECORD)
     try:
@@ -127,12 +128,13 @@ def _read_brief(store: Store, ref: StepRef, run_id: str) -> tuple[CommitBrief | 
     return brief, None
 
 
-def _exists(store: Store, key: str) -> bool:
+def _is_pruned(store: Store, ref: StepRef, parents: Collection[StepRef | None]) -> bool:
+    """Say whether a step's removal was decided; the intent on a parent may have come too late (see `is_void`)."""
     try:
-        store.head(key)
+        store.head(ref.key(PRUNE_INTENT))
     except NotFound:
         return False
-    return True
+    return not (ref in parents and is_void(store, ref))
 
 
 def _find_latest(timeline: tuple[StepRef, ...], quarantined: frozenset[StepRef]) -> StepRef | None:
@@ -186,15 +188,11 @@ def list_everything(store: Store) -> Listing:
     latest = _find_latest(timeline, view.quarantined)
     parent = view.generations[view.head].parent if view.head else None
     entries: list[Entry] = []
-    for number in view.numbers:
-        folders = view.folders if number in view.generations else list_step_folders(store, number)
-        for ref, folder in folders.items():
-            if ref.generation != number:
-                continue
-            brief = _read_brief(store, ref, view.run_id) if folder.committed else (None, None)
-            marks = _marks(ref, brief[0], latest, parent, view.quarantined, view.held)
-            state, reason = _judge(folder, ref in on_timeline, view.generations, view.head)
-            entries.append(_make_entry(ref, brief, marks, state, reason, sum(folder.files.values())))
+    for ref, folder in view.folders.items():
+        brief = read_brief(store, ref, view.run_id) if folder.committed else (None, None)
+        marks = _marks(ref, brief[0], latest, parent, view.quarantined, view.held)
+        state, reason = _judge(folder, ref in on_timeline, view.generations, view.head)
+        entries.append(_make_entry(ref, brief, marks, state, reason, sum(folder.files.values())))
     return Listing(run_id=view.run_id, head=view.head, entries=tuple(sorted(entries, key=lambda entry: entry.ref)))
 
 
@@ -219,14 +217,17 @@ def _judge(folder: StepFolder, counts: bool, chain: dict[int, GenerationRecord],
     return "abandoned", f"generation {children[0]} went on from step {parent.step if parent else 0}"
 
 
-def find_branch_step(store: Store, generation: int, step: int, attempt: int | None) -> StepRef:
+def find_branch_step(store: Store, view: RunView, generation: int, step: int, attempt: int | None) -> StepRef:
     """Return a committed step of one generation, on the timeline or not: the last try unless one is named.
 
     Raises:
         NotFound: the generation has no such committed step; names those it has.
     """
-    folders = list_step_folders(store, generation)
-    done = [ref for ref, folder in folders.items() if folder.committed and not folder.pruning]
+    done = sorted(
+        ref
+        for ref, folder in view.folders.items()
+        if ref.generation == generation and folder.committed and not folder.pruning
+    )
     found = [ref for ref in done if ref.step == step and attempt in (None, ref.attempt)]
     if found:
         return found[-1]

@@ -26,10 +26,11 @@ def find_checkpoint(store: Store, step: StepChoice = "latest") -> CommitRecord:
         raise NotFound(
             f"{store.url}: there is no run here (no run.json)", advice="check the path; it names the run's root"
         )
-    return read_commit(store, _choose(store, view, step), run_id=view.run_id)
+    return read_commit(store, choose_step(store, view, step), run_id=view.run_id)
 
 
-def _choose(store: Store, view: RunView, step: StepChoice) -> StepRef:
+def choose_step(store: Store, view: RunView, step: StepChoice) -> StepRef:
+    """Return the step meant, without a look at its record. Raises NotFound, NotCommitted."""
     chosen = choose_steps(store, view, step=None if step == "latest" else step)
     if chosen:
         return chosen[0]

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardkeep.engine.run import WRITER, RunView, StepFolder, is_void, list_generations, read_commit, scan_run
-from shardkeep.errors import AlreadyExists, Corrupt, Fenced, NotCommitted
+from shardkeep.engine.run import WRITER, RunView, StepFolder, is_void, list_generations, scan_run
+from shardkeep.errors import AlreadyExists, Corrupt, Fenced
 from shardkeep.events import Event, EventSink
 from shardkeep.format.names import COMMIT_RECORD, PRUNE_INTENT, StepRef, find_part
 from shardkeep.format.records import PruneRecord, decode_metrics, encode_record
@@ -69,13 +69,12 @@ def plan_prune(
 
 def _candidate(store: Store, view: RunView, ref: StepRef) -> Candidate:
     held = ref in view.held
-    try:
-        facts = read_commit(store, ref, run_id=view.run_id).facts
-    except (Corrupt, NotCommitted):
+    brief, _ = read_brief(store, ref, view.run_id)
+    if brief is None:
         # A damaged record is for verify to report; retention neither counts on it nor rates it.
         return Candidate(ref=ref, metrics={}, healthy=False, held=held)
-    healthy = facts.healthy and ref not in view.quarantined
-    return Candidate(ref=ref, metrics=decode_metrics(facts.metrics), healthy=healthy, held=held)
+    healthy = brief.facts.healthy and ref not in view.quarantined
+    return Candidate(ref=ref, metrics=decode_metrics(brief.facts.metrics), healthy=healthy, held=held)
 
 
 def prune(

@@ -13,10 +13,11 @@ from functools import partial
 from shardkeep.engine.reader import check_part
 from shardkeep.engine.run import WRITER, RunView, StepFolder, read_commit, read_twice, record_limit
 from shardkeep.engine.writer import summarize_part
-from shardkeep.errors import AlreadyExists, Corrupt, NotFound
+from shardkeep.errors import AlreadyExists, Corrupt, IncompatibleFormat, NotFound
 from shardkeep.events import Event, EventSink
 from shardkeep.format.names import COMMIT_RECORD, StepRef, find_part, format_digests, format_part
-from shardkeep.format.records import CommitRecord, PartRecord, PartSummary, decode_record, encode_record
+from shardkeep.format.records import CommitRecord, Facts, PartRecord, PartSummary, decode_record, encode_record
+from shardkeep.plan.checks import check_facts
 from shardkeep.storage.base import Store
 
 
@@ -70,7 +71,11 @@ def find_commit(store: Store, folder: StepFolder, run_id: str) -> CommitRecord |
             return None
         summaries.append(summary)
     assert first is not None
-    if first.facts is None or any(folder.files.get(n) != a.size_bytes for n, a in first.facts.assets.items()):
+    if (
+        first.facts is None
+        or not _can_be(first.facts, len(ranks), ref)
+        or any(folder.files.get(n) != a.size_bytes for n, a in first.facts.assets.items())
+    ):
         return None
     return CommitRecord(
         run_id=run_id,
@@ -80,6 +85,15 @@ def find_commit(store: Store, folder: StepFolder, run_id: str) -> CommitRecord |
         parts=tuple(summaries),
         facts=first.facts,
     )
+
+
+def _can_be(facts: Facts, world_size: int, ref: StepRef) -> bool:
+    """Say whether a commit record with these facts could be read again."""
+    try:
+        check_facts(facts, world_size, where=ref.key(format_part(0)))
+    except (Corrupt, IncompatibleFormat):
+        return False
+    return True
 
 
 def _read_part(store: Store, ref: StepRef, rank: int) -> tuple[PartRecord, PartSummary]:
@@ -122,7 +136,7 @@ def choose_steps(store: Store, view: RunView, *, step: int | None = None) -> tup
     )
 
 
-def check_commit(store: Store, view: RunView, ref: StepRef) -> CommitRecord:
+def confirm_commit(store: Store, view: RunView, ref: StepRef) -> CommitRecord:
     """Return a step's commit record after a look at its parts' sizes. Raises Corrupt, NotCommitted."""
     commit = read_commit(store, ref, run_id=view.run_id)
     missing = find_missing(view.folders[ref], commit) if ref in view.folders else None

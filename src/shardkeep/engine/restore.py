@@ -16,10 +16,8 @@ from msgspec import Struct
 
 from shardkeep.engine.reader import Copy, PartReader, read_copies
 from shardkeep.errors import Corrupt, StateMismatch
-from shardkeep.format.names import COMMIT_RECORD
 from shardkeep.format.records import CommitRecord, LayoutTable, TensorRecord
 from shardkeep.format.values import decode_value
-from shardkeep.plan.checks import check_commit
 from shardkeep.plan.owners import iter_pieces
 from shardkeep.plan.reads import Segment, iter_segments, iter_view_segments
 from shardkeep.ranks.base import Group
@@ -55,7 +53,7 @@ class CheckpointReader:
 
     def __init__(self, store: Store, commit: CommitRecord) -> None:
         self.store = store
-        self.commit = check_commit(commit, where=commit.ref.key(COMMIT_RECORD))
+        self.commit = commit
         self._parts: dict[int, PartReader] = {}
 
     @property

@@ -38,6 +38,7 @@ from shardkeep.format.records import (
     decode_record,
     encode_record,
 )
+from shardkeep.plan.checks import check_commit
 from shardkeep.plan.timeline import plan_timeline
 from shardkeep.storage.base import Store
 
@@ -247,7 +248,8 @@ def read_commit(store: Store, ref: StepRef, *, run_id: str | None = None) -> Com
     """Return the commit record of a step.
 
     Raises:
-        NotCommitted: the folder has no commit record. Corrupt: the record is damaged or another step's.
+        NotCommitted: the folder has no commit record. Corrupt: the record is damaged, another step's, or names
+            what cannot be.
     """
     key = ref.key(COMMIT_RECORD)
     try:
@@ -262,9 +264,7 @@ def read_commit(store: Store, ref: StepRef, *, run_id: str | None = None) -> Com
         ) from None
     if record.ref != ref or (run_id is not None and record.run_id != run_id):
         raise Corrupt(f"{key}: is the commit record of {record.ref} of run {record.run_id}: it was moved or copied")
-    if len(record.parts) != record.world_size or record.world_size < 1:
-        raise Corrupt(f"{key}: world size {record.world_size} but {len(record.parts)} parts")
-    return record
+    return check_commit(record, where=key)
 
 
 def claim_generation(
@@ -293,14 +293,15 @@ def claim_generation(
             store.put(f"{folder}/{GENERATION_CLAIM}", data, if_absent=True)
         except AlreadyExists:
             continue
-        if parent is not None and not _stands(store, parent):
+        if parent is not None and not stands(store, parent):
             return None
         store.put(f"{folder}/{GENERATION_RECORD}", data, if_absent=True)
         return record
     raise UsageError(f"{store.url}: 64 other starts of this run claimed a generation first", advice="start again")
 
 
-def _stands(store: Store, ref: StepRef) -> bool:
+def stands(store: Store, ref: StepRef) -> bool:
+    """Say whether a step is committed now and nobody is removing it."""
     names = {info.key for info in store.list_objects(f"{ref.folder}/")}
     return ref.key(COMMIT_RECORD) in names and (ref.key(PRUNE_INTENT) not in names or is_void(store, ref))
 

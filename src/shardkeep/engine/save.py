@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import Struct
 
 from shardkeep.engine.environment import describe_environment
 from shardkeep.engine.planning import Agreed, PlanCache, agree_plan
@@ -35,6 +36,7 @@ from shardkeep.format.records import (
     LayoutTable,
     PartRecord,
     PartSummary,
+    StepChain,
     encode_metrics,
     encode_record,
 )
@@ -52,11 +54,22 @@ class SaveOptions:
         metrics: finite or not, stored as given; retention may keep the best by them.
         healthy: False: kept, but never counted on by retention.
         assets: file name -> content, stored beside the shards (config.json, tokenizer.json).
+        overrides: what this start changed on purpose when it resumed: name -> what it was and is.
+        chain: what this rank saw of the steps since the last checkpoint.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     healthy: bool = True
     assets: Mapping[str, bytes] = field(default_factory=dict)
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    chain: StepChain | None = None
+
+
+class Committed(Struct, frozen=True, kw_only=True):
+    """What a save made, as every rank learns it: a few bytes, whatever the model and the number of ranks."""
+
+    ref: StepRef
+    shard_bytes: int
 
 
 class Saver:
@@ -70,7 +83,7 @@ class Saver:
         self._cache = PlanCache()
         self._shards: tuple[str, list[ShardPlan]] | None = None
 
-    def save(self, step: int, capture: Callable[[], Captured], options: SaveOptions) -> CommitRecord:
+    def save(self, step: int, capture: Callable[[], Captured], options: SaveOptions) -> Committed:
         """Save one checkpoint; on return on any rank it is committed and durable.
 
         Args:
@@ -98,6 +111,7 @@ class Saver:
             tensors={},
             values=agreed.values,
             facts=facts,
+            journal=options.chain,
         )
         plans = self._plan_shards(agreed)
         tensors = {tensor.key: tensor for tensor in agreed.captured.tensors}
@@ -122,7 +136,7 @@ class Saver:
                 beside = [HF_INDEX, *sorted(options.assets)] if facts is not None else []
                 remove_quietly(self._store, ref, [*names, *beside])
             raise
-        return msgspec.json.decode(verdict, type=CommitRecord)
+        return msgspec.json.decode(verdict, type=Committed)
 
     def _choose_attempt(self, step: int) -> int:
         """Return the number of a try whose folder nothing was ever written to."""
@@ -167,6 +181,7 @@ class Saver:
                 name: FileRecord(len(data), hashlib.sha256(data).hexdigest())
                 for name, data in sorted(options.assets.items())
             },
+            overrides=dict(sorted(options.overrides.items())),
         )
 
     def _write_beside(self, ref: StepRef, agreed: Agreed, options: SaveOptions) -> None:
@@ -190,7 +205,8 @@ class Saver:
         )
         # ORDER: every part is durable before this write. CRASH: before it, the next start may write the same record.
         self._store.put(ref.key(COMMIT_RECORD), encode_record(record, writer=WRITER), if_absent=True)
-        return msgspec.json.encode(record)
+        # Not the record itself: as large as the model's table, it would pass through one store once for each rank.
+        return msgspec.json.encode(Committed(ref=ref, shard_bytes=sum(part.shard_bytes for part in parts)))
 
 
 def _cannot_commit(error: BaseException) -> bool:

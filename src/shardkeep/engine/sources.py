@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from shardkeep.engine.layout_check import check_table
 from shardkeep.engine.reader import PartReader
 from shardkeep.engine.restore import CheckpointReader
 from shardkeep.errors import Corrupt, NotFound
@@ -93,7 +92,6 @@ class CheckpointSource:
         self.url = f"{store.url}@{commit.ref.step}"
         self._reader = CheckpointReader(store, commit)
         table = self._reader.table
-        check_table(table, commit.world_size)
         self.aliases: dict[str, str] = dict(table.aliases)
         self.whole_only = frozenset(table.views)
         self._own: dict[str, tuple[str, int]] = {}

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardkeep.engine.findings import Finding, Findings, Kind
-from shardkeep.engine.layout_check import check_table
 from shardkeep.engine.recover import find_commit
 from shardkeep.engine.run import (
     StepFolder,
@@ -22,6 +21,7 @@ from shardkeep.engine.run import (
     read_generation,
     read_run_id,
     record_limit,
+    stands,
 )
 from shardkeep.engine.verify_part import PartCheck, Progress, flatten, judge
 from shardkeep.errors import Corrupt, IncompatibleFormat, NotCommitted, NotFound, StorageError, UnsupportedState
@@ -42,6 +42,7 @@ from shardkeep.format.names import (
     is_shard,
 )
 from shardkeep.format.records import CommitRecord, LayoutTable, MarkRecord, decode_record
+from shardkeep.plan.checks import check_table
 from shardkeep.plan.coverage import find_coverage_problem
 from shardkeep.plan.owners import iter_pieces
 from shardkeep.plan.shards import Outgoing, plan_all_outgoing
@@ -130,14 +131,9 @@ def verify_step(
     findings = Findings()
     check = _StepCheck(store, folder, findings, full=full, progress=progress)
     report = check.run(run_id)
-    if findings.count and not _still_stands(store, folder.ref):
+    if findings.count and not stands(store, folder.ref):
         raise NotCommitted(f"{folder.ref} was removed while it was being checked", step=folder.ref.step)
     return report
-
-
-def _still_stands(store: Store, ref: StepRef) -> bool:
-    names = {info.key for info in store.list_objects(f"{ref.folder}/")}
-    return ref.key(COMMIT_RECORD) in names and ref.key(PRUNE_INTENT) not in names
 
 
 class _StepCheck:
@@ -211,7 +207,7 @@ class _StepCheck:
     def _check_layout(self, table: LayoutTable, commit: CommitRecord) -> Mapping[int, list[Outgoing]] | None:
         """Return what each rank must have stored, or None when the layout is not to be followed."""
         try:
-            check_table(table, commit.world_size)
+            check_table(table, commit.world_size, where=self._ref.key(COMMIT_RECORD))
             problems = [
                 (key, problem)
                 for key, record in table.tensors.items()

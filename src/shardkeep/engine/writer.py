@@ -158,6 +158,7 @@ def _write_record(store: Store, record: PartRecord, plans: Sequence[ShardPlan], 
         per_rank=own,
         values=record.values,
         facts=record.facts,
+        journal=record.journal,
     )
     data = encode_record(part, writer=WRITER)
     # ORDER: the part comes after every shard and the digests are durable; a part that exists is complete.

@@ -23,6 +23,7 @@ _SHARD = re.compile(r"([A-Za-z0-9_.%-]{1,100})-r(\d{5,7})-(\d{5,7})\.safetensors
 _PART = re.compile(r"part-r(\d{5,7})\.json\Z", re.ASCII)
 _SECTION = re.compile(r"[A-Za-z0-9_%-][A-Za-z0-9_.%-]{0,99}\Z", re.ASCII)
 _ASSET = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}\Z", re.ASCII)
+_JOURNAL = re.compile(r"journal-(\d{5,9})-(\d{8,15})\.jsonl\Z", re.ASCII)
 _MARK = re.compile(r"([a-z]+)-g(\d{4,9})-step-(\d{8,15})\.([1-9]\d{0,5})-([0-9a-f]{8,32})\.json\Z", re.ASCII)
 
 
@@ -115,6 +116,21 @@ def is_asset(name: str) -> bool:
     reserved = lower in (COMMIT_RECORD, PRUNE_INTENT, HF_INDEX, GENERATION_RECORD, GENERATION_CLAIM, RUN_RECORD)
     ours = _SHARD.match(lower) is not None or lower.startswith(("part-r", "digests-r"))
     return _ASSET.match(name) is not None and not reserved and not ours
+
+
+def format_journal(generation: int, sequence: int, last_step: int) -> str:
+    """Return the key of a journal segment; `last_step` is the greatest step in it."""
+    return f"{format_generation(generation)}/journal-{sequence:05d}-{last_step:08d}.jsonl"
+
+
+def find_journal(key: str) -> tuple[int, int, int] | None:
+    """Return the generation, sequence number and last step of a journal segment's key, or None."""
+    folder, _, name = key.partition("/")
+    generation, match = find_generation(folder), _JOURNAL.match(name)
+    if generation is None or not match:
+        return None
+    found = generation, int(match[1]), int(match[2])
+    return found if format_journal(*found) == key else None
 
 
 def format_mark(kind: str, ref: StepRef, nonce: str) -> str:

@@ -183,6 +183,7 @@ class Facts(Struct, frozen=True, kw_only=True):
         healthy: False when the user said that this checkpoint must not be relied on.
         created_at: wall clock, for people only.
         assets: user's files beside the shards.
+        overrides: what this generation changed on purpose when it resumed: name -> what it was and is.
     """
 
     layout: LayoutTable
@@ -193,6 +194,20 @@ class Facts(Struct, frozen=True, kw_only=True):
     created_at: str = ""
     environment: dict[str, str] = {}
     assets: dict[str, FileRecord] = {}
+    overrides: dict[str, str] = {}
+
+
+class StepChain(Struct, frozen=True, gc=False, kw_only=True):
+    """What one rank saw of the steps that led to a checkpoint, as digests: equal ones prove equal steps.
+
+    Attributes:
+        since: the steps are those after this one, up to the checkpoint's.
+        digests: quantity -> how many of the steps have it, and xxh3-64 (hex) over its texts in order, each
+            followed by a newline.
+    """
+
+    since: _Count
+    digests: dict[str, tuple[_Count, str]]
 
 
 class PartRecord(Struct, frozen=True, kw_only=True):
@@ -209,6 +224,7 @@ class PartRecord(Struct, frozen=True, kw_only=True):
     per_rank: dict[str, PerRankTensor] = {}
     values: dict[str, Any] = {}
     facts: Facts | None = None
+    journal: StepChain | None = None
 
 
 class PartSummary(Struct, frozen=True, gc=False, array_like=True):
@@ -267,6 +283,21 @@ class PruneRecord(Struct, frozen=True, kw_only=True):
     by_generation: _Count
 
 
+class JournalRecord(Struct, frozen=True, kw_only=True):
+    """The first line of a `journal-*.jsonl` segment.
+
+    Attributes:
+        world_size: ranks of the job that took the steps.
+        step_count: lines that follow; `sha256` (hex) is of their bytes.
+    """
+
+    run_id: str
+    generation: Annotated[int, Meta(ge=1, lt=10**9)]
+    world_size: _WorldSize
+    step_count: _Count
+    sha256: _Digest
+
+
 KINDS: Final[dict[type[Struct], str]] = {
     RunRecord: "run",
     GenerationRecord: "generation",
@@ -275,6 +306,7 @@ KINDS: Final[dict[type[Struct], str]] = {
     CommitBrief: "commit",
     MarkRecord: "mark",
     PruneRecord: "prune",
+    JournalRecord: "journal",
 }
 
 R = TypeVar("R", bound=Struct)

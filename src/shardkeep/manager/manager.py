@@ -7,14 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+from shardkeep.engine.journal import prune_journals
 from shardkeep.engine.prune import plan_prune, prune
 from shardkeep.engine.run import scan_run
 from shardkeep.engine.save import SaveOptions, Saver
 from shardkeep.errors import CheckpointError, PeerFailure, StorageError, UsageError
 from shardkeep.events import Event, EventSink, LogSink
 from shardkeep.format.names import StepRef, is_asset
+from shardkeep.manager.guards import Guards
+from shardkeep.manager.overrides import Overrides
 from shardkeep.manager.policies import Steps
+from shardkeep.manager.proof import ReplayProof
 from shardkeep.manager.resume import Claim, ResumeReport, claim_next, resume_run
+from shardkeep.plan.replay import ReplayReport
 from shardkeep.plan.retention import Keep
 from shardkeep.ranks.base import Group
 from shardkeep.ranks.connect import connect
@@ -63,6 +68,9 @@ class CheckpointManager:
         self._group = group
         self._claim: Claim | None = None
         self._saver: Saver | None = None
+        self._proof: ReplayProof | None = None
+        self._guards: Guards | None = None
+        self._overrides: Mapping[str, str] = {}
         self._step = 0
         self._failures = 0
         self._left_behind = False
@@ -79,8 +87,22 @@ class CheckpointManager:
             self._group = connect()
         return self._group
 
+    @property
+    def replay(self) -> ReplayReport:
+        """How far the steps taken since the resume are proved to be those that were recorded before.
+
+        Steps are compared by the coordinator, checkpoints by every rank for its own part.
+        """
+        return self._proof.report if self._proof is not None else ReplayReport(start=0, last=0, expected_count=0)
+
     def resume(
-        self, state: Mapping[str, Any], *, fresh: bool = False, step: int | None = None, cast: bool = False
+        self,
+        state: Mapping[str, Any],
+        *,
+        fresh: bool = False,
+        step: int | None = None,
+        cast: bool = False,
+        override: Mapping[str, Any] | None = None,
     ) -> ResumeReport:
         """Bring `state` back to the newest complete checkpoint, or start fresh when there is none; it says which.
 
@@ -89,6 +111,9 @@ class CheckpointManager:
             fresh: start a new timeline, whatever is there; nothing is removed.
             step: this step of the timeline and no other.
             cast: let stored dtypes be converted to the live ones.
+            override: what to change on purpose, listed in the report and in every checkpoint of this start:
+                `{"optimizer/lr": 1e-4}` sets an option after the restore, `{"scheduler": scheduler}` leaves a part of
+                the state as it is. Equal on all ranks.
 
         Raises:
             StateMismatch: stored and live entries differ, by name; nothing was restored. Corrupt: all checkpoints (or
@@ -96,17 +121,41 @@ class CheckpointManager:
         """
         if self._claim is not None:
             raise UsageError("resume() was called before on this manager", advice="make a new CheckpointManager")
-        report, claim = resume_run(self._store, self.group, self._events, state, fresh=fresh, step=step, cast=cast)
-        self._own(claim)
+        overrides = Overrides(state, override)
+        self._guards = Guards(self._events, self.group.rank)
+        self._guards.before_resume(state)
+        report, claim = resume_run(
+            self._store, self.group, self._events, state, fresh=fresh, step=step, cast=cast, overrides=overrides
+        )
+        proof = self._own(claim)
         self._step = report.step
+        self._overrides = report.overrides
         self._retain(Keep())
         self._say("resume.done", str(report), step=report.step, generation=report.generation)
+        for change in report.environment:
+            self._say("resume.environment", f"{change}; {change.advice}", level="warning")
         self._warn_inexact(state)
+        if report.parent is not None:
+            proof.begin(
+                report.parent,
+                suspects=[str(change) for change in report.environment],
+                overridden=sorted(report.overrides),
+            )
+        self._guards.after_resume(state, fresh=report.fresh)
         return report
 
-    def _own(self, claim: Claim) -> None:
+    def _own(self, claim: Claim) -> ReplayProof:
         self._claim = claim
         self._saver = Saver(self._store, self.group, run_id=claim.run_id, generation=claim.generation)
+        self._proof = ReplayProof(
+            self._store,
+            self.group,
+            self._events,
+            run_id=claim.run_id,
+            generation=claim.generation,
+            start=claim.parent.step if claim.parent is not None else 0,
+        )
+        return self._proof
 
     def _warn_inexact(self, state: Mapping[str, Any]) -> None:
         from shardkeep.state.ddp import find_inexact_ddp
@@ -120,6 +169,8 @@ class CheckpointManager:
         `step` counts optimizer steps from 1: in the loop's body it is the number that will be done at its end.
         """
         step = self._step
+        if self._guards is not None:
+            self._guards.before_loop(loader)
         while step < stop:
             before = step
             for batch in loader:
@@ -137,16 +188,23 @@ class CheckpointManager:
 
         Args:
             step: optimizer steps done. Equal on all ranks.
-            metrics: numbers to store with the checkpoint (`loss=loss`); read only when saving.
+            metrics: numbers of the step (`loss=loss`), for the journal and the checkpoint. A tensor on a device is
+                read only when saving.
 
         A save that storage or a peer fails is reported, and the run goes on; after `tolerate` failures in a
         row the error is raised. Errors that no retry can help (unsupported state, a newer generation) are raised.
         """
         self._step = step
-        if self._every is None or not self._every.is_due(step):
+        due = self._every is not None and self._every.is_due(step)
+        numbers = {name: _as_number(name, value) for name, value in metrics.items()} if due else {}
+        if self._proof is not None:
+            self._proof.take(step, state, metrics, extra=numbers)
+        if self._guards is not None:
+            self._guards.at_step(state)
+        if not due:
             return False
         try:
-            self.save(step, state, metrics=metrics)
+            self.save(step, state, metrics=numbers)
         except (StorageError, PeerFailure) as error:
             if isinstance(error, PeerFailure) and not error.transient:
                 raise
@@ -186,19 +244,25 @@ class CheckpointManager:
             metrics={name: _as_number(name, value) for name, value in (metrics or {}).items()},
             healthy=healthy,
             assets=self._assets,
+            overrides=self._overrides,
+            chain=self._proof.chain() if self._proof is not None else None,
         )
+        if self._guards is not None:
+            self._guards.at_save(state)
         try:
-            commit = self._saver.save(step, lambda: capture(state), options)
+            saved = self._saver.save(step, lambda: capture(state), options)
         except BaseException:
             self._left_behind = True
             raise
         self._failures = 0
         self._step = step
-        total = sum(part.shard_bytes for part in commit.parts)
-        self._say("save.committed", f"{commit.ref} is committed ({total} bytes)", step=step, total_bytes=total)
+        total = saved.shard_bytes
+        self._say("save.committed", f"{saved.ref} is committed ({total} bytes)", step=step, total_bytes=total)
+        if self._proof is not None:
+            self._proof.committed(saved.ref)
         if self._keep != Keep() or self._left_behind:
             self._retain(self._keep)
-        return commit.ref
+        return saved.ref
 
     def _claim_first(self) -> Claim:
         def refuse(found: list[bytes]) -> bytes:
@@ -225,7 +289,10 @@ class CheckpointManager:
             view = scan_run(self._store)
             if view is not None and view.head == self._claim.generation:
                 plan = plan_prune(self._store, view, keep, live=self._claim.generation)
-                prune(self._store, plan, view, self._events, by_generation=self._claim.generation)
+                removed = prune(self._store, plan, view, self._events, by_generation=self._claim.generation)
+                kept = [r.step for r, folder in view.folders.items() if folder.committed and r not in removed]
+                if removed and kept:
+                    prune_journals(self._store, view.numbers, before=min(kept))
                 self._left_behind = False
         except CheckpointError as error:
             self._say("prune.failed", f"old checkpoints were not removed: {error}", level="warning")
@@ -238,6 +305,8 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Give back connections; harmless twice."""
+        if self._proof is not None:
+            self._proof.close()
         if self._group is not None:
             self._group.close()
 

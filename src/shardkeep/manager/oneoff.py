@@ -51,10 +51,10 @@ def save(
         before = _check_free(store, group, overwrite)
         claim = claim_next(store, group, LogSink(), fresh=True, step=None)
         saver = Saver(store, group, run_id=claim.run_id, generation=claim.generation)
-        commit = saver.save(step, lambda: capture(state), SaveOptions(metrics=dict(metrics or {})))
+        saved = saver.save(step, lambda: capture(state), SaveOptions(metrics=dict(metrics or {})))
         if before and group.rank == 0:
             _remove_replaced(store, claim.run_id, claim.generation, before)
-        return commit.ref
+        return saved.ref
     finally:
         group.close()
 

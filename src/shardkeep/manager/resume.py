@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from shardkeep.engine.environment import describe_environment
-from shardkeep.engine.recover import check_commit, choose_steps, roll_forward
-from shardkeep.engine.restore import agree_intact, restore
+from shardkeep.engine.environment import EnvironmentChange, compare_environments, describe_environment
+from shardkeep.engine.recover import choose_steps, confirm_commit, roll_forward
+from shardkeep.engine.restore import Restored, agree_intact, restore
 from shardkeep.engine.run import (
     claim_generation,
     create_run,
@@ -24,6 +24,7 @@ from shardkeep.errors import Corrupt, NotCommitted, NotFound, UsageError
 from shardkeep.events import Event, EventSink
 from shardkeep.format.names import StepRef
 from shardkeep.format.records import CommitRecord
+from shardkeep.manager.overrides import Overrides
 from shardkeep.ranks.base import Group
 from shardkeep.storage.base import Store
 
@@ -38,6 +39,8 @@ class ResumeReport:
         generation: the number of this start.
         parent: the checkpoint that was restored, or None.
         bytes_read: what this rank read from storage.
+        overrides: what was changed on purpose: name -> what it was and is.
+        environment: what differs from the surroundings of the save and can change bits.
         lines: everything a person should know, one sentence each.
     """
 
@@ -47,6 +50,8 @@ class ResumeReport:
     parent: StepRef | None
     bytes_read: int
     lines: tuple[str, ...]
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    environment: tuple[EnvironmentChange, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
@@ -71,6 +76,7 @@ def resume_run(
     fresh: bool,
     step: int | None,
     cast: bool,
+    overrides: Overrides,
 ) -> tuple[ResumeReport, Claim]:
     """Claim a generation and restore its parent; on damage pass over to the next older complete checkpoint.
 
@@ -84,16 +90,27 @@ def resume_run(
         claim = claim_next(store, group, events, fresh=fresh, step=step)
         lines += claim.lines
         if claim.parent is None:
-            return _report(claim, lines, 0), claim
+            return _add_differences(_report(claim, lines, 0), overrides, {}), claim
         try:
-            bytes_read, notes = restore_step(store, group, claim, state, cast=cast)
+            restored, notes = restore_step(store, group, claim, state, cast=cast, overrides=overrides)
         except Corrupt as error:
             _quarantine(store, group, events, claim, error)
             if step is not None:
                 raise
             lines.append(f"{claim.parent} is damaged and was passed over: {error.message.splitlines()[0]}")
             continue
-        return _report(claim, lines + list(notes), bytes_read), claim
+        report = _report(claim, lines + list(notes), restored.bytes_read)
+        return _add_differences(report, overrides, restored.commit.facts.environment), claim
+
+
+def _add_differences(report: ResumeReport, overrides: Overrides, before: Mapping[str, str]) -> ResumeReport:
+    """Make the overrides, and say what else is not as it was."""
+    done = overrides.apply()
+    environment = compare_environments(before, describe_environment())
+    lines = [f"{name} was overridden: {text}" for name, text in done.items()]
+    lines += overrides.notes()
+    lines += [f"{change}, which can change bits; to have it as it was: {change.advice}" for change in environment]
+    return replace(report, lines=(*report.lines, *lines), overrides=done, environment=environment)
 
 
 def _report(claim: Claim, lines: list[str], bytes_read: int) -> ResumeReport:
@@ -164,11 +181,11 @@ def _choose(store: Store, events: EventSink, run_id: str, step: int | None, line
     damaged: list[str] = []
     for ref in choose_steps(store, view, step=step):
         try:
-            check_commit(store, view, ref)
+            confirm_commit(store, view, ref)
         except (Corrupt, NotCommitted):
             # Looked at twice, so that a slip of the transport is not taken for damage.
             try:
-                check_commit(store, view, ref)
+                confirm_commit(store, view, ref)
             except (Corrupt, NotCommitted) as error:
                 damaged.append(f"{ref}: {error.message}")
                 events.emit(Event(name="resume.damaged", level="error", text=damaged[-1], fields={"step": ref.step}))
@@ -189,9 +206,9 @@ def _choose(store: Store, events: EventSink, run_id: str, step: int | None, line
 
 
 def restore_step(
-    store: Store, group: Group, claim: Claim, state: Mapping[str, Any], *, cast: bool
-) -> tuple[int, tuple[str, ...]]:
-    """Restore the claim's parent; return the bytes this rank read and what a person should know."""
+    store: Store, group: Group, claim: Claim, state: Mapping[str, Any], *, cast: bool, overrides: Overrides
+) -> tuple[Restored, tuple[str, ...]]:
+    """Restore the claim's parent; return what was read and what a person should know."""
     from shardkeep.state.restore import plan_restore
 
     assert claim.parent is not None
@@ -205,15 +222,16 @@ def restore_step(
     # A phase of its own: a rank that cannot read the record must not leave the others waiting in the next one.
     agree_intact(group, "resume.commit", read)
     notes: list[str] = []
+    narrowed = overrides.narrow()
     origin = (int(claim.run_id[:15], 16), claim.generation, group.rank)
     done = restore(
         store,
         group,
         found[0],
-        lambda catalog: plan_restore(state, catalog, cast=cast),
+        lambda catalog: overrides.accept(plan_restore(narrowed, catalog, cast=cast), catalog),
         lambda plan: notes.extend(plan.finish(rng_derivation=origin)),
     )
-    return done.bytes_read, tuple(notes)
+    return done, tuple(notes)
 
 
 def _quarantine(store: Store, group: Group, events: EventSink, claim: Claim, error: Corrupt) -> None:

@@ -228,7 +228,7 @@ def iter_chunks(
         return
     holders: dict[Chunk, set[int]] = {}
     for box in layout.boxes:
-        if box.chunk.numel and intersect(box.chunk, within) is not None:
+        if intersect(box.chunk, within) is not None:
             holders.setdefault(box.chunk, set()).add(box.rank)
     for number in layout.meshes:
         for chunk, ranks in _iter_mesh_chunks(shape, meshes[number], layout.placements, within):

@@ -10,7 +10,6 @@ Not Created Equal", OSDI 2014.)
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import secrets
@@ -76,6 +75,8 @@ def reserve(fd: int, size_bytes: int) -> None:
     """
     if size_bytes == 0:
         return
+    import ctypes  # not for every start of the command
+
     libc = ctypes.CDLL(None, use_errno=True)
     call = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)
     code = errno.ENOSYS

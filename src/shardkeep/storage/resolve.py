@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from typing import Final
-from urllib.parse import unquote, urlsplit
 
 from shardkeep.errors import UsageError
 from shardkeep.storage.base import Store
@@ -34,6 +33,8 @@ def open_store(url: str | os.PathLike[str]) -> Store:
             f"url {text!r}: there is no store for {scheme[1]!r}; supported are {_SUPPORTED}",
             advice="give a path on a file system that all ranks share",
         )
+    from urllib.parse import unquote, urlsplit  # not for every start of the command
+
     parts = urlsplit(text)
     path = unquote(parts.path)
     if (

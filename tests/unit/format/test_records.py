@@ -22,6 +22,7 @@ from shardkeep.format.records import (
     Facts,
     FileRecord,
     GenerationRecord,
+    JournalRecord,
     LayoutTable,
     MarkRecord,
     PartRecord,
@@ -116,6 +117,7 @@ RECORDS: list[Any] = [
     ),
     MarkRecord(run_id="ab", kind="hold", ref=REF, reason='é\u2028"\\\n', created_at="t"),
     PruneRecord(run_id="ab", ref=REF, by_generation=4),
+    JournalRecord(run_id="ab", generation=2, world_size=2, step_count=3, sha256=DIGEST),
 ]
 
 

@@ -64,6 +64,7 @@ SOUND = {
     "split": one((8,), WHOLE, split=2),
     "owned": one((8,), WHOLE, owner=1),
     "boxes": one((4,), boxes((0, (0,), (3,)), (1, (3,), (1,)), (0, (3,), (1,)))),
+    "two orders": make_table([PAIR, line(1, 0)], w=make_record((4,), Layout(meshes=(0, 1), placements=("S0",)))),
     "view": base_with(views={"v": view(offset_bytes=8)}),
     "expanded view": base_with(views={"v": view(shape=(4, 3), strides=(1, 0))}),
     "view of nothing": base_with(views={"v": view(shape=(0, 9), strides=(5, 5), offset_bytes=16)}),
