@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import traceback
+import types
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -89,7 +90,7 @@ class Session:
 
 def _serve(pipe: Connection, folder: str) -> None:
     _prepare(folder)
-    names: dict[str, Any] = {"__name__": "__page__"}
+    names = _make_page()
     while True:
         try:
             code, name = pipe.recv()
@@ -98,11 +99,17 @@ def _serve(pipe: Connection, folder: str) -> None:
         pipe.send(_run(code, name, names))
 
 
+def _make_page() -> dict[str, Any]:
+    """Return the names of a new module; dataclasses look for theirs in `sys.modules`."""
+    sys.modules["page"] = types.ModuleType("page")
+    return vars(sys.modules["page"])
+
+
 def _run(code: str, name: str, names: dict[str, Any]) -> tuple[str, str | None]:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            exec(compile(code, name, "exec"), names)
+            exec(compile(code, name, "exec", dont_inherit=True), names)
     except BaseException:  # noqa: BLE001  # everything goes to the test
         return printed.getvalue(), traceback.format_exc()
     return printed.getvalue(), None
@@ -110,7 +117,7 @@ def _run(code: str, name: str, names: dict[str, Any]) -> tuple[str, str | None]:
 
 def _run_on_rank(rank: int, world_size: int, code: str, name: str, folder: str) -> str:
     os.chdir(folder)
-    printed, trace = _run(code, name, {"__name__": "__page__"})
+    printed, trace = _run(code, name, _make_page())
     if trace is not None:
         raise AssertionError(f"{name} raised on rank {rank}:\n{trace}")
     return printed

@@ -172,7 +172,8 @@ def gather(state: dict[str, Any]) -> Arrays:
 
 def to_array(value: Any) -> np.ndarray[Any, Any]:
     whole = value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
-    return np.array(whole.detach().cpu().numpy())
+    # A clone: a storage that NumPy has seen cannot be resized any more, and FSDP2 does that.
+    return np.array(whole.detach().cpu().clone().numpy())
 
 
 def find_differences(one: Arrays, other: Arrays) -> list[str]:

@@ -14,6 +14,7 @@ from shardkeep.engine.run import (
     read_chain,
     read_marks,
     read_run_id,
+    read_twice,
     record_limit,
     scan_run,
 )
@@ -118,7 +119,7 @@ def read_brief(store: Store, ref: StepRef, run_id: str) -> tuple[CommitBrief | N
     """Return what the commit record says, or what is wrong with it; neither when there is none."""
     key = ref.key(COMMIT_RECORD)
     try:
-        brief = decode_record(CommitBrief, store.get(key, limit_bytes=record_limit()), where=key)
+        brief = read_twice(lambda: decode_record(CommitBrief, store.get(key, limit_bytes=record_limit()), where=key))
     except NotFound:
         return None, None
     except (Corrupt, IncompatibleFormat) as error:

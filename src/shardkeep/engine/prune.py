@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardkeep.engine.listing import read_brief
 from shardkeep.engine.run import WRITER, RunView, StepFolder, is_void, list_generations, scan_run
 from shardkeep.errors import AlreadyExists, Corrupt, Fenced
 from shardkeep.events import Event, EventSink

@@ -42,10 +42,11 @@ class Wanted(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What a restore read. `bytes_read` is this rank's."""
+    """What a restore read. `bytes_read` is this rank's; `notes` says what is not as it was on this very rank."""
 
     commit: CommitRecord
     bytes_read: int
+    notes: tuple[str, ...] = ()
 
 
 class CheckpointReader:
@@ -275,7 +276,20 @@ def restore(
         return b""
 
     group.agree("restore.finish", done, lambda found: b"")
-    return Restored(commit=commit, bytes_read=sizes[0])
+    return Restored(commit=commit, bytes_read=sizes[0], notes=find_replaced(commit, group.world_size))
+
+
+def find_replaced(commit: CommitRecord, world_size: int) -> tuple[str, ...]:
+    """Return a line that names the tensors of which another number of ranks gets the lowest holder's copy."""
+    table = commit.facts.layout
+    names = [key for key in table.per_rank if key in table.tensors]
+    if not names or commit.world_size == world_size:
+        return ()
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return (
+        f"{commit.world_size} ranks saved different contents of {shown}; each of the {world_size} ranks got that of "
+        "the lowest rank that had it",
+    )
 
 
 def agree_intact(

@@ -231,7 +231,7 @@ def restore_step(
         lambda catalog: overrides.accept(plan_restore(narrowed, catalog, cast=cast), catalog),
         lambda plan: notes.extend(plan.finish(rng_derivation=origin)),
     )
-    return done, tuple(notes)
+    return done, (*notes, *done.notes)
 
 
 def _quarantine(store: Store, group: Group, events: EventSink, claim: Claim, error: Corrupt) -> None:

@@ -36,11 +36,13 @@ def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
         UnsupportedState: something that cannot be stored exactly without pickle; names its path.
     """
     items = list(iter_items(state))
-    names = collect_names(items)
     draft = CaptureDraft()
     # Models first: of several names of one tensor, the model's is the one it is stored under.
     for item in (item for item in items if item.kind == "model"):
         _capture_model(draft, item)
+    # ORDER: after the models, which are sharded again now; an FSDP2 module that an evaluation left unsharded has
+    # other tensors in place of the parameters that its optimizer knows.
+    names = collect_names(items)
     for item in items:
         if item.kind == "optimizer":
             capture_optimizer(draft, item.key, item.value, names)
