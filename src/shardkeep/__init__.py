@@ -12,6 +12,9 @@ from shardkeep._version import __version__
 
 if TYPE_CHECKING:
     from shardkeep.data.loader import ResumableLoader
+    from shardkeep.data.mixture import Mixture
+    from shardkeep.data.stream_loader import StreamLoader
+    from shardkeep.data.streams import Filter, Pack, Shuffle
     from shardkeep.engine.checkpoint import Checkpoint
     from shardkeep.errors import (
         AlreadyExists,
@@ -46,6 +49,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "data.loader": ("ResumableLoader",),
+    "data.mixture": ("Mixture",),
+    "data.stream_loader": ("StreamLoader",),
+    "data.streams": ("Filter", "Pack", "Shuffle"),
     "engine.checkpoint": ("Checkpoint",),
     "errors": (
         "AlreadyExists",
@@ -83,6 +89,11 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "CheckpointManager",
     "ResumableLoader",
+    "Mixture",
+    "StreamLoader",
+    "Filter",
+    "Shuffle",
+    "Pack",
     "Steps",
     "Keep",
     "Best",

@@ -235,7 +235,7 @@ def test_too_many_failures_in_a_row_are_raised() -> None:
 
 def test_a_store_of_limited_size_recovers_when_room_is_made() -> None:
     """CRASH-8: no injected error, a store that is really full."""
-    disk = MemoryStore(capacity_bytes=60_000)
+    disk = MemoryStore(capacity_bytes=85_000)
     manager = manage(disk)
     manager.resume(make_state(1))
     save_at(manager, 1)

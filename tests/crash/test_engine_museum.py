@@ -146,6 +146,13 @@ def huge_header(forge: Forge) -> None:
         file.write(struct.pack("<Q", 1 << 62))
 
 
+def swapped_part(forge: Forge) -> None:
+    """A part with a right digest of its own that the commit record does not know."""
+    before = (forge.folder / COMMIT).read_bytes()
+    with_values(forge, '{"step":21}')
+    (forge.folder / COMMIT).write_bytes(before)
+
+
 EXHIBITS: dict[str, Callable[[Forge], object]] = {
     "shard name climbs out": lambda f: f.shards(name="../../../../etc/passwd"),
     "shard name absolute": lambda f: f.shards(name="/etc/passwd"),
@@ -189,6 +196,7 @@ EXHIBITS: dict[str, Callable[[Forge], object]] = {
     "commit of another generation": lambda f: f.commit(ref=StepRef(20, 7)),
     "commit of another run": lambda f: f.commit(run_id="ab" * 16),
     "part and commit of another run": another_run,
+    "part of another save": swapped_part,
     "copied step": copied_step,
     "part is deep": lambda f: f.body(PART, deep(100_000, "part")),
     "commit is deep": lambda f: f.body(COMMIT, deep(100_000, "commit")),

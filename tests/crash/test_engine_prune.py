@@ -19,7 +19,7 @@ from shardkeep.engine.prune import PrunePlan, plan_prune, prune, remove_step
 from shardkeep.engine.recover import confirm_commit, roll_forward
 from shardkeep.engine.run import claim_generation, list_step_folders, read_run_id, scan_run, write_mark
 from shardkeep.errors import CheckpointError, Fenced, NotFound, StorageError
-from shardkeep.format.names import PRUNE_INTENT, StepRef
+from shardkeep.format.names import COMMIT_RECORD, PRUNE_INTENT, StepRef
 from shardkeep.format.records import PruneRecord, encode_record
 from shardkeep.plan.retention import Keep
 from shardkeep.storage.base import Store
@@ -102,6 +102,20 @@ def _check_gone(disk: MemoryStore, decided: set[int]) -> None:
     for step in found:
         with Checkpoint(disk, find_checkpoint(disk, step)) as opened:
             assert opened.values()["note"] == {"step": step}
+
+
+def test_the_order_of_a_removal() -> None:
+    """Intent, the look at the generations, commit record, parts, the rest, intent."""
+    store = FaultStore(run_of(10, 20))
+    do_prune(store, Keep(last=1))
+    folder = f"{StepRef(10, 1).folder}/"
+    calls = [(verb, key.removeprefix(folder)) for verb, key in store.calls if verb not in ("get", "list_objects")]
+    begin = calls.index(("put", PRUNE_INTENT))
+    assert calls[begin - 1] == calls[begin + 1] == ("list_folders", "")
+    removed = [name for verb, name in calls[begin:] if verb == "delete"]
+    assert removed[:2] == [COMMIT_RECORD, "part-r00000.json"]
+    assert removed[-1] == PRUNE_INTENT
+    assert len(removed) == len(set(removed)) > 6
 
 
 def test_a_resume_finishes_what_was_begun() -> None:
@@ -342,12 +356,12 @@ def test_a_full_start_against_a_prune_in_random_orders(choices: list[int]) -> No
         # What is left is quarantined, and that is an error, never a fresh start.
         assert isinstance(started, CheckpointError), started
         return
-    assert committed(disk) == [10]
     if isinstance(started, CheckpointError):
         # Both gave way: it looked while the removal was decided and not yet taken back. The next start finds it.
         assert removed == "withdrawn"
         started = manage(disk).resume(make_state(1))
     assert started.step == 10
+    assert committed(disk) == [10]
 
 
 def _run_id(disk: MemoryStore) -> str:

@@ -1,8 +1,8 @@
 """Compares printed output with what a page shows of it, as far as it is the same on every machine.
 
 `...` stands for anything within a line, and alone on a line for any lines. Numbers with a fraction may differ by two
-per cent: processors and versions of torch round differently. Digests (16 or more hex digits) may be others, but equal ones must
-stay equal and different ones different, over a whole page.
+per cent: processors and versions of torch round differently. Digests (16 or more hex digits) may be others, but equal
+ones must stay equal and different ones different, over a whole page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a page's blocks: Python in one process that lasts for the page, commands in a shell, both in the page's folder."""
+"""Runs a page's blocks in its folder: Python in one process that lasts for the page, commands one by one."""
 
 from __future__ import annotations
 
@@ -116,10 +116,13 @@ def _run(code: str, name: str, names: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _run_on_rank(rank: int, world_size: int, code: str, name: str, folder: str) -> str:
+    import torch.distributed as dist
+
     os.chdir(folder)
     printed, trace = _run(code, name, _make_page())
     if trace is not None:
         raise AssertionError(f"{name} raised on rank {rank}:\n{trace}")
+    dist.barrier()  # a rank that ends early would break the others' connecting
     return printed
 
 

@@ -137,7 +137,7 @@ def test_the_plan_does_not_depend_on_who_posts_first_or_how_ranks_are_grouped(
 @settings(max_examples=40)
 def test_replicas_are_spread_evenly(data: st.DataObject, world: int, count: int) -> None:
     """Longest-processing-time-first: at most 4/3 of the best there is, and no rank idles beside a busy one."""
-    sizes = data.draw(st.lists(st.integers(1, 4000), min_size=count, max_size=count))
+    sizes = data.draw(st.lists(st.integers(64, 4000), min_size=count, max_size=count))
     sharded, _ = data.draw(rules(world, (64,)))
     tensors = [held(f"model/t{at}", (size,)) for at, size in enumerate(sizes)]
     parts = [

@@ -1,4 +1,4 @@
-"""Models as people wrap and train them, on real ranks: buffers that differ, meshes, wrappers, frozen halves, scalers."""
+"""Models as people wrap and train them, on real ranks: buffers that differ, meshes, wrappers, frozen halves."""
 
 from __future__ import annotations
 
@@ -139,6 +139,7 @@ def test_tensor_parallel_replicas_are_one_tensor(tmp_path: Path) -> None:
 def save_unsharded(rank: int, world_size: int, root: str) -> None:
     state, other = (build("fsdp", world_size, rank=rank) for _ in range(2))
     for each in (state, other):
+        torch.manual_seed(3 + rank)
         step_once(each, next(iter(each["loader"])))
     other["model"].eval()
     state["model"].eval()
@@ -289,7 +290,9 @@ def describe_rich(state: dict[str, Any]) -> tuple[Arrays, str]:
     arrays = gather(state)
     for name, optimizer in state["optimizers"].items():
         arrays.update({f"{name}/{k}": v for k, v in gather({**state, "optimizer": optimizer}).items()})
-    rest = [{k: v for k, v in g.items() if k != "params"} for o in state["optimizers"].values() for g in o.param_groups]
+    rest = [
+        {k: v for k, v in g.items() if k != "params"} for o in state["optimizers"].values() for g in o.param_groups
+    ]
     rest += [scheduler.state_dict() for scheduler in state["schedulers"]] + [state["scaler"].state_dict()]
     return arrays, repr(rest)
 

@@ -247,7 +247,7 @@ def swap(one: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_averaged_weights_are_a_set_of_their_own(swapped: bool, tmp_path: Path) -> None:
-    """atomistic-machine-learning/schnetpack#785: after a save amid an evaluation, training went on from the average."""
+    """atomistic-machine-learning/schnetpack#785: a save amid an evaluation kept only the average."""
 
     def make(seed: int) -> tuple[dict[str, Any], AveragedModel]:
         state = build("plain", 1, seed=seed)

@@ -103,7 +103,9 @@ def test_a_crash_that_closes_nothing_loses_only_what_was_not_flushed() -> None:
         manager = sk.CheckpointManager("unused", store=made, group=SingleGroup(), events=Sink())
         manager.resume(state)
         for step, batch in manager.steps(state["loader"], stop=7):
-            manager.after_step(step, state, loss=step_once(state, batch))
+            loss = step_once(state, batch)
+            random.random(), np.random.rand()
+            manager.after_step(step, state, loss=loss)
             if step in (4, 6):
                 manager.save(step, state)
     report, _ = train(made, 7, resume=4, saves=(6,))
@@ -253,3 +255,17 @@ def test_a_schedule_of_this_start_takes_the_place_of_the_stored_one(store: Memor
         assert state["loader"].consumed == 48
 
     train(store, SAVED + 1, resume=SAVED, spoil=look, override={"scheduler": "live"})
+
+
+def test_surroundings_that_can_change_bits_are_reported_and_suspected(store: MemoryStore) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        report, sink = train(store, CRASHED, resume=SAVED, before_first=nudge_weight)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    (event,) = sink.named("resume.environment")
+    assert event.level == "warning"
+    assert "torch.set_float32_matmul_precision" in event.text
+    assert report.divergence is not None
+    assert "known to differ: matmul_precision was highest and is high" in report.divergence.cause

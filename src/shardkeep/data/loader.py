@@ -1,8 +1,9 @@
 """`ResumableLoader`: torch's DataLoader over an order of samples that is a number.
 
 It owns the cursor and moves it when a batch is handed to the loop, never when a worker fetches one ahead. The
-order comes from `order`; fetching, collating, workers and pinning stay torch's. It never draws from a global
-random generator: torch's DataLoader takes its base seed from a generator that belongs to the loader.
+order comes from `order`; workers and pinning stay torch's. It never draws from a global random generator: torch's
+DataLoader takes its base seed from a generator that belongs to the loader, and `draws` gives each sample's
+transforms streams of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardkeep.data.batches import Batching, IdBatches
 from shardkeep.data.coordinates import as_int, default_coordinates, get_coordinates
+from shardkeep.data.draws import make_fetcher
+from shardkeep.data.mixture import Mixture
 from shardkeep.errors import UsageError
 from shardkeep.order.cursor import SEQUENTIAL, Batch, Cursor, check_batches, settle
 from shardkeep.order.permutation import KEYED, derive_key
@@ -46,18 +49,24 @@ class ResumableLoader:
     smaller, and shares of it differ by up to one sample.
 
     Args:
-        dataset: has `__len__` and `__getitem__` (or `__getitems__`), and keeps its length.
+        dataset: has `__len__` and `__getitem__` (or `__getitems__`), and keeps its length; or a `Mixture`.
         global_batch_size: samples per step over all data-parallel ranks; a multiple of their number.
         seed: chooses the order, any integer from 0 up. Equal on all ranks.
         shuffle: a new keyed permutation every epoch; otherwise ids ascend.
         drop_last: skip the last samples of an epoch that do not fill a batch.
+        seed_samples: fetch each sample under random streams (`random`, `numpy.random`, torch's CPU generator) seeded
+            from the seed, the epoch and the sample's id, so that what its transforms draw is the same for every
+            number of workers and ranks and after every resume. `collate_fn`, and datasets that fetch whole batches
+            (`__getitems__`), run under streams of the batch. Without workers, the process's own streams are put back
+            before a batch is handed out: fetching never moves them. False: transforms draw from whatever stream
+            the fetching process has, and only their order of samples is exact.
         data_mesh: the data axis, a 1-D DeviceMesh. Needed beside tensor, pipeline or context parallelism,
             where several ranks must get the same samples.
         data_rank, data_size: the same, as two numbers. Without either, the default process group is the data
             axis; without one, this process is alone.
         num_workers, collate_fn, pin_memory, timeout, worker_init_fn, multiprocessing_context, prefetch_factor,
-            persistent_workers: as in torch's DataLoader. Workers are seeded from the seed, the data rank and the
-            epoch in which they start.
+            persistent_workers: as in torch's DataLoader. Workers start under seeds of the seed, the data rank and
+            the epoch.
 
     Raises:
         UsageError: options that contradict each other or cannot be split over the ranks; nothing was started.
@@ -71,6 +80,7 @@ class ResumableLoader:
         seed: SupportsIndex,
         shuffle: bool = True,
         drop_last: bool = False,
+        seed_samples: bool = True,
         data_mesh: DeviceMesh | None = None,
         data_rank: SupportsIndex | None = None,
         data_size: SupportsIndex | None = None,
@@ -90,19 +100,21 @@ class ResumableLoader:
             batch_size=as_int("global_batch_size", global_batch_size),
             drop_last=drop_last,
             at=named or default_coordinates(),
+            mixture=dataset.plan if isinstance(dataset, Mixture) else None,
         )
         self._cursor = Cursor(
             seed=as_int("seed", seed),
             epoch=0,
             consumed=0,
             size=_count_samples(dataset),
-            algorithm=KEYED if shuffle else SEQUENTIAL,
+            algorithm=_choose_order(dataset, shuffle=shuffle),
         )
         self._check(self._cursor)
         self._last: Batch | None = None
         self._live: weakref.ref[_EpochIterator] | None = None
         self._generator = torch.Generator()
-        self._ids = IdBatches(self._batching, self._cursor)
+        self._seeded = seed_samples
+        self._ids = IdBatches(self._batching, self._cursor, seeded=seed_samples)
         self._options: dict[str, Any] = {
             "num_workers": num_workers,
             "collate_fn": collate_fn,
@@ -114,6 +126,11 @@ class ResumableLoader:
             "persistent_workers": persistent_workers,
         }
         self._fetcher: DataLoader[Any] | None = self._make_fetcher()
+
+    @property
+    def is_global_position(self) -> bool:
+        """True: the position is one number for all ranks, and fits any number of them."""
+        return True
 
     @property
     def epoch(self) -> int:
@@ -203,6 +220,14 @@ class ResumableLoader:
 
     def _make_fetcher(self) -> DataLoader[Any]:
         try:
+            if self._seeded:
+                return make_fetcher(
+                    self._dataset,
+                    self._ids,
+                    seed=self._cursor.seed,
+                    generator=self._generator,
+                    options=self._options,
+                )
             return DataLoader(self._dataset, batch_sampler=self._ids, generator=self._generator, **self._options)
         except (ValueError, TypeError) as error:
             raise UsageError(f"torch's DataLoader refuses the options: {error}") from error
@@ -283,11 +308,21 @@ def _stop_workers(fetched: Iterator[Any]) -> None:
         stop()
 
 
+def _choose_order(dataset: Dataset[Any], *, shuffle: bool) -> str:
+    if not isinstance(dataset, Mixture):
+        return KEYED if shuffle else SEQUENTIAL
+    if not shuffle:
+        raise UsageError(
+            "shuffle=False with a Mixture: its sources follow each other at random", advice="leave it out"
+        )
+    return dataset.plan.algorithm
+
+
 def _count_samples(dataset: Dataset[Any]) -> int:
     if isinstance(dataset, IterableDataset):
         raise UsageError(
             f"{type(dataset).__name__} is an IterableDataset: it has no samples by number",
-            advice="put a stream that has its own state_dict into the state instead, or use a map-style dataset",
+            advice="put it into a StreamLoader, or use a map-style dataset",
         )
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if missing:

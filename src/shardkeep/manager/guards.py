@@ -88,8 +88,8 @@ class Guards:
             self._warn(
                 "guard.loader_missing",
                 f"the loader of steps(), a {type(loader).__name__}, is not in the state that was resumed: its "
-                "position is not saved, and this start takes samples from its beginning. Put a ResumableLoader, or any "
-                "loader with state_dict and load_state_dict, into the state",
+                "position is not saved, and this start takes samples from its beginning. Put a ResumableLoader, or "
+                "any loader with state_dict and load_state_dict, into the state",
             )
 
     def at_step(self, state: Mapping[str, Any]) -> None:

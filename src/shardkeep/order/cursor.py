@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from shardkeep.errors import UsageError
+from shardkeep.order.mixture import MIXED
 from shardkeep.order.permutation import KEYED, SIZE_MAX, Ids, PermutationCache, derive_key
 
 SEQUENTIAL: Final = "sequential-1"
@@ -32,7 +33,7 @@ class Cursor:
         epoch: from 0.
         consumed: samples of this epoch that the loop has consumed, over all ranks; `0 <= consumed <= size`.
         size: samples in the dataset.
-        algorithm: one of ALGORITHMS.
+        algorithm: one of ALGORITHMS, or a mixture's.
     """
 
     seed: int
@@ -50,7 +51,7 @@ class Cursor:
             raise UsageError(f"cursor: a dataset of {self.size} samples: expected 1 to 2^62")
         if self.consumed > self.size:
             raise UsageError(f"cursor: {self.consumed} samples consumed of {self.size}: expected at most all of them")
-        if self.algorithm not in ALGORITHMS:
+        if self.algorithm not in ALGORITHMS and not self.algorithm.startswith(MIXED):
             raise UsageError(f"cursor: algorithm {self.algorithm!r}: expected one of {', '.join(ALGORITHMS)}")
 
     @property
@@ -95,10 +96,15 @@ def plan_batch(cursor: Cursor, batch_size: int, *, drop_last: bool) -> Batch:
 
 
 def ids_between(cursor: Cursor, start: int, stop: int, cache: PermutationCache | None = None) -> Ids:
-    """Return the sample ids at positions `[start, stop)` of the cursor's epoch, int64, in their order."""
+    """Return the sample ids at positions `[start, stop)` of the cursor's epoch, int64, in their order.
+
+    A mixture's are those of its plan (`MixturePlan.ids_between`), which this refuses to guess.
+    """
     positions = np.arange(start, stop, dtype=np.int64)
     if cursor.algorithm == SEQUENTIAL:
         return positions
+    if cursor.algorithm != KEYED:
+        raise UsageError(f"the order {cursor.algorithm!r} is a mixture's: ask its plan for ids")
     key = derive_key(cursor.seed, cursor.epoch)
     return (cache or PermutationCache()).get(cursor.size, key).ids_at(positions)
 

@@ -30,7 +30,7 @@ _EXACT_MAX: Final = (1 << 53) - 1
 _FIXES: Final = {
     "size": "give the loader the dataset the run was trained on, or start a new order with a fresh loader",
     "seed": "construct the loader with the stored seed",
-    "algorithm": "construct the loader with the stored shuffle option",
+    "algorithm": "construct the loader with the stored shuffle option, and a Mixture with its sources and weights",
 }
 
 

@@ -19,6 +19,9 @@ from shardkeep.spec.layout import Layout, chunk_at, coordinate_at, get_holders, 
 _SPLIT_BYTES: Final = 16 << 20
 """A replicated optimizer tensor is cut only when its pieces stay at least this large."""
 
+_SMALL_BYTES: Final = 256
+"""Replicated tensors below this (step counters) stay with their first holder, so that ranks open few files."""
+
 
 class _Choice(Struct, frozen=True):
     """A tensor whose every chunk has several holders, with those of its first (and largest) chunk."""
@@ -87,6 +90,10 @@ def _choose(table: LayoutTable, choices: list[_Choice], loads: defaultdict[int, 
     heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for choice in choices:
         record, holders = table.tensors[choice.key], choice.holders
+        if choice.size_bytes < _SMALL_BYTES and not record.layout.is_cut:
+            chosen[choice.key] = record
+            loads[holders[0]] += choice.size_bytes
+            continue
         split = _split_count(record, choice.size_bytes, len(holders))
         if split > 1:
             chosen[choice.key] = msgspec.structs.replace(record, split=split)

@@ -272,9 +272,8 @@ def plan_fill(
         if source in views:
             by_base.setdefault(views[source].base, []).append((entry, views[source]))
             continue
-        earlier_source, earlier = filled_by.setdefault(
-            _place(entry) or (id(entry.owner), entry.slot), (source, entry)
-        )
+        place = _place(entry) or (id(entry.owner), entry.slot)
+        earlier_source, earlier = filled_by.setdefault(place, (source, entry))
         target = replace(entry.local, key=source)
         if earlier is not entry:
             if earlier_source == source:

@@ -87,6 +87,9 @@ def _walk(key: str, node: Any, holder: Any, slot: Any, above: frozenset[int]) ->
     per_rank = node if isinstance(node, PerRank) else None
     value = per_rank.value if per_rank is not None else node
     kind = _find_kind(value)
+    if per_rank is None and kind == "object" and _is_stream(value):
+        # Each rank reads data of its own: equal positions of two ranks are chance, not one position.
+        per_rank = PerRank(value, getattr(value, "merge_states", None))
     if per_rank is not None and (kind in ("model", "optimizer") or isinstance(value, Sharded)):
         raise UsageError(f"{key}: a {type(value).__name__} inside PerRank; put it into the state by itself", key=key)
     if kind != "value" or per_rank is not None or not _holds_live(value, above):
@@ -124,6 +127,24 @@ def _find_kind(value: Any) -> Kind:
     return "value"
 
 
+def _is_stream(value: Any) -> bool:
+    """Say whether it is a loader whose position is this rank's alone; `ResumableLoader`'s is everybody's."""
+    return hasattr(type(value), "__iter__") and not getattr(value, "is_global_position", False)
+
+
+def _refuse_source(item: Item) -> None:
+    """Refuse sources of data that say too little, or less than they seem to say, about where they are."""
+    base = next((base for base in type(item.value).__mro__ if base.__name__ == "IterableDataset"), None)
+    lossy = base is not None and base.__module__.split(".")[0] == "datasets"
+    if lossy or type(item.value) is torch.utils.data.DataLoader:
+        raise UnsupportedState(
+            f"{item.key}: a {type(item.value).__module__.split('.')[0]} {type(item.value).__name__} by itself: its "
+            "position is not saved, or not all of it",
+            key=item.key,
+            advice=f"use sk.ResumableLoader, or put sk.StreamLoader({item.key}) into the state and loop over that",
+        )
+
+
 def _holds_live(node: Any, above: frozenset[int]) -> bool:
     """Say whether there is anything in it but plain values and tensors."""
     if isinstance(node, PerRank | Sharded):
@@ -143,6 +164,7 @@ def capture_item(draft: CaptureDraft, item: Item) -> None:
         UnsupportedState: something that cannot be stored, by its path.
     """
     per_rank = item.per_rank is not None
+    _refuse_source(item)
     if item.kind == "tensor":
         _capture_tensor(draft, item.key, item.value, per_rank=per_rank)
         return
@@ -204,6 +226,7 @@ def _read_state(item: Item) -> Any:
 
 def plan_item(draft: RestoreDraft, item: Item) -> None:
     """Plan a tensor's, generator's, object's or plain value's restore."""
+    _refuse_source(item)
     if item.kind == "tensor":
         if item.per_rank is not None and not draft.catalog.same_ranks:
             draft.miss(
@@ -228,12 +251,23 @@ def _take_stored(draft: RestoreDraft, item: Item) -> Any:
     """Return the stored value of an item; of a `PerRank` on another world size, what its merge makes of all."""
     merge = item.per_rank.merge if item.per_rank is not None else None
     differing = draft.catalog.differing.get(item.key)
+    if item.kind == "object" and merge is None and differing is not None and not draft.catalog.same_ranks:
+        draft.consumed_values.add(item.key)
+        draft.miss(
+            f"{item.key}: the positions of {draft.catalog.world_size} ranks in a {type(item.value).__name__}, and "
+            f"another number of ranks restores; resume with {draft.catalog.world_size} ranks, use "
+            "sk.ResumableLoader, or wrap it in PerRank(..., merge=...) to say what they become"
+        )
+        return MISSING
     if merge is None or draft.catalog.same_ranks or differing is None:
         return draft.take_value(item.key)
     draft.consumed_values.add(item.key)
     try:
         ranks = [unpack_tree(value, _refuse_merged_tensor) for value in differing]
         return pack_tree(merge(ranks), item.key, lambda tensor, at: _refuse_merged_tensor(at))
+    except StateMismatch as error:
+        draft.problems.append(f"{item.key}: {error.message}" + (f"; {error.advice}" if error.advice else ""))
+        return MISSING
     except Exception as error:  # noqa: BLE001  # the user's own function
         draft.problems.append(f"{item.key}: its merge failed: {error}")
         return MISSING

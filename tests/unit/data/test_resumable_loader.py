@@ -272,7 +272,7 @@ def test_a_failure_stops_the_workers_though_its_traceback_is_kept(tmp_path: Path
 
 def test_ids_start_where_the_position_was_at_iter() -> None:
     start = Cursor(seed=0, epoch=0, consumed=0, size=24)
-    ids = IdBatches(Batching(batch_size=4, drop_last=False, at=Coordinates(rank=0, size=1)), start)
+    ids = IdBatches(Batching(batch_size=4, drop_last=False, at=Coordinates(rank=0, size=1)), start, seeded=False)
     batches = iter(ids)
     ids.start = Cursor(seed=0, epoch=0, consumed=20, size=24)
     assert flat(batches) == order(24)

@@ -176,6 +176,19 @@ def test_damage_that_stays_is_marked_reported_and_passed_over(world_size: int) -
         assert get_all(run_world([disk] * world_size, resume)) == [10] * world_size
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["part-r00000.json", "digests-r00000.bin", COMMIT_RECORD])
+def test_damage_that_one_rank_alone_sees_takes_all_ranks_to_the_same_step(name: str, rank: int) -> None:
+    first = run_of(10, 20, world_size=2)
+    bad = Fault(
+        kind="bit_flip", times=None, when=lambda call: call.verb == "get" and call.key == StepRef(20, 1).key(name)
+    )
+    disk = copy(first)
+    stores = [FaultStore(disk, [bad] if at == rank else []) for at in range(2)]
+    assert get_all(run_world(stores, resume)) == [10, 10]
+    assert read_marks(disk)[0] == {StepRef(20, 1)}
+
+
 def test_a_missing_shard_is_damage() -> None:
     disk = run_of(10, 20)
     shard = next(info.key for info in disk.list_objects(StepRef(20, 1).folder) if info.key.endswith(".safetensors"))

@@ -102,7 +102,7 @@ def test_a_layout_that_the_parts_do_not_follow_is_damage(
     rewrite(run, change)
     report = check(run, full=False)
     assert report.findings.count
-    assert set(kinds(report)) <= {"layout", "part", "header"}
+    assert set(kinds(report)) <= {"commit", "layout", "part", "header"}
 
 
 def test_an_unknown_dtype_is_no_damage(run: FakeRun) -> None:

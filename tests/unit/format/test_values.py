@@ -179,14 +179,14 @@ TAGGED = [
 ]
 
 
-@pytest.mark.parametrize("value", PLAIN + TAGGED, ids=lambda value: repr(value)[:30])
+@pytest.mark.parametrize("value", PLAIN + TAGGED, ids=lambda value: type(value).__name__)
 def test_values_return_exactly(value: Any) -> None:
     assert_same(through_text(value), value)
     nested = {"a": [value, (value,)], 1: {"k": value}}
     assert_same(through_text(nested), nested)
 
 
-@pytest.mark.parametrize("value", PLAIN, ids=lambda value: repr(value)[:30])
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
 def test_common_values_are_plain_json(value: Any) -> None:
     assert encode_value(value, "v") == value
     assert "$" not in msgspec.json.encode(encode_value(value, "v")).decode()
@@ -316,7 +316,6 @@ def test_arrays_of_any_strides() -> None:
         np.bytes_(b""),
         np.frombuffer(bytes.fromhex("0100f07f"), "<f4")[0],
     ],
-    ids=repr,
 )
 def test_numpy_scalars_stay_numpy_scalars(value: Any) -> None:
     back = through_text({"x": value})["x"]
@@ -432,7 +431,6 @@ def test_what_cannot_be_saved_names_its_place_its_type_and_what_to_do(value: Any
         (Point(Plain(), 1), "s.x"),
         (Frozen(Plain()), "s.name"),  # type: ignore[arg-type]
     ],
-    ids=str,
 )
 def test_paths(value: Any, path: str, registry: TypeRegistry) -> None:
     with pytest.raises(UnsupportedState) as caught:
