@@ -2,8 +2,8 @@
 
     python digits_classifier.py runs/digits --workers 2
 
-The data comes with scikit-learn (1,797 images of 8 x 8). Shifts, noise and brightness are drawn with `random`, NumPy and
-torch inside the workers; the number of workers may change between two starts and nothing else does.
+The data comes with scikit-learn (1,797 images of 8 x 8). Shifts, noise and brightness are drawn with `random`, NumPy
+and torch inside the workers; the number of workers may change between two starts and nothing else does.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python stream_text.py runs/text
 
 Kill it at any moment and start it again: it goes on within the file, the half-filled sequence and the shuffle buffer
-where it was. Under torchrun each rank reads its own files; another number of ranks divides what is left anew.
+where it was.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LENGTH = 64
 
 
 class SourceFiles:
-    """The lines of files, one after the other; a position is a line in each file of this rank."""
+    """The lines of files, one file after the other; a position is the next line of each file."""
 
-    def __init__(self, paths: list[Path], rank: int, world_size: int) -> None:
+    def __init__(self, paths: list[Path]) -> None:
         self.paths = {path.name: path for path in paths}
-        self.at = {name: 0 for name in sorted(self.paths)[rank::world_size]}
+        self.at = dict.fromkeys(self.paths, 0)
 
     def __iter__(self) -> Iterator[bytes]:
         for name in sorted(self.at):
@@ -45,11 +45,6 @@ class SourceFiles:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.at = dict(state)
-
-    def split_state(self, states: list[dict[str, int]], rank: int, world_size: int) -> dict[str, int]:
-        """Deal the files, each with its position, out to another number of ranks."""
-        every = {name: line for state in states for name, line in state.items()}
-        return {name: every[name] for name in sorted(every)[rank::world_size]}
 
 
 def pack(leftover: list[int], line: bytes) -> tuple[list[bytes], list[int]]:
@@ -96,8 +91,7 @@ def main() -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    source = SourceFiles(files, int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
-    stream = sk.Shuffle(sk.Pack(source, pack), buffer_size=500, seed=0)
+    stream = sk.Shuffle(sk.Pack(SourceFiles(files), pack), buffer_size=500, seed=0)
     loader = sk.StreamLoader(stream, batch_size=16, collate_fn=collate)
     state = {"model": model, "optimizer": optimizer, "loader": loader}
 

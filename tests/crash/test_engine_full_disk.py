@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from shardkeep import knobs
 from shardkeep.engine.prune import plan_prune, prune
@@ -160,6 +162,28 @@ def test_right_after_a_failed_save_only_earlier_checkpoints_are_there() -> None:
         assert [ref.step for ref in list_step_folders(disk, 1)] == [10], at
         assert manager.latest() == 10
         assert manage(disk).resume(make_state(1)).step == 10
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_save_that_failed_while_it_was_opened_leaves_no_plan_behind(first: bool) -> None:
+    """The state has another structure than at the last save that succeeded, if any: all of it must be stored."""
+    disk, switch = MemoryStore(), Switch("no_space")
+    manager = manage(FaultStore(disk, [Fault(kind="no_space", when=switch.matches, times=None)]))
+    manager.resume({"x": torch.zeros(2)})
+    if not first:
+        manager.save(1, {"x": torch.ones(2)})
+    state = {"x": torch.full((2,), 3.0), "y": torch.full((5,), 4.0)}
+    for at in (1, 2):
+        switch.arm(at)
+        with contextlib.suppress(OutOfSpace):
+            manager.save(2 * at, state)
+        assert switch.seen >= at
+    switch.arm(0)
+    manager.save(7, state)
+    back = {"x": torch.zeros(2), "y": torch.zeros(5)}
+    assert manage(disk).resume(back).step == 7
+    assert back["x"].tolist() == [3.0] * 2
+    assert back["y"].tolist() == [4.0] * 5
 
 
 def test_a_lost_answer_to_the_commit_is_a_success() -> None:

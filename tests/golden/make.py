@@ -25,7 +25,10 @@ ASSETS = {"config.json": b'{"layers": 1}\n'}
 
 
 def make_state() -> dict[str, FakeTensor]:
-    """Return whole, sharded, uneven, empty, scalar and per-rank tensors of several dtypes; no randomness."""
+    """Return whole, sharded, uneven, empty, scalar and per-rank tensors of several dtypes; no randomness.
+
+    What both ranks hold whole is in one section, as the plan is free to choose who writes it.
+    """
 
     def count(*shape: int, dtype: str = "float32") -> Any:
         size = int(numpy.prod(shape))
@@ -33,12 +36,12 @@ def make_state() -> dict[str, FakeTensor]:
 
     return {
         "model/embed.weight": make_tensor(count(9, 4), placement="S0"),
-        "model/norm.weight": make_tensor(count(5), placement="R"),
-        "model/half.weight": make_tensor(count(3, 5, dtype="uint16"), dtype="bfloat16"),
-        "model/empty": make_tensor(count(0, 3)),
+        "both/norm.weight": make_tensor(count(5), placement="R"),
+        "both/half.weight": make_tensor(count(3, 5, dtype="uint16"), dtype="bfloat16"),
+        "both/empty": make_tensor(count(0, 3)),
         "optimizer/exp_avg/embed.weight": make_tensor(count(9, 4), placement="S0"),
-        "optimizer/step": make_tensor(numpy.float32(11)),
-        "extra/mask": make_tensor(count(6, dtype="bool")),
+        "both/step": make_tensor(numpy.float32(11)),
+        "both/mask": make_tensor(count(6, dtype="bool")),
         "extra/columns": make_tensor(count(4, 6, dtype="int64"), placement="S1"),
         "extra/own": make_tensor(count(5, dtype="int32"), per_rank=True),
     }

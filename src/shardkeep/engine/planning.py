@@ -185,13 +185,18 @@ def agree_plan(
         )
         return msgspec.json.encode(summary)
 
-    answer = group.agree("save.open", summarize, lambda found: _open(found, cache, choose_attempt))
+    try:
+        answer = group.agree("save.open", summarize, lambda found: _open(found, cache, choose_attempt))
+    except BaseException:
+        # What the ranks would have said next was not heard: the table may be of another structure than they have.
+        cache.structures = ()
+        raise
     opening = msgspec.json.decode(answer, type=_Opening)
     if opening.structure or opening.values:
         merged = _exchange(group, cache, opening, details)
         holders, differing = merged.holders, merged.differing
     else:
-        holders, differing = (ValueHolder(0, tuple(sorted(values))),), ()
+        holders, differing = (ValueHolder(0, tuple(sorted(details.values))),), ()
     assert cache.table is not None
     return Agreed(
         table=cache.table,
