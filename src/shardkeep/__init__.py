@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from shardkeep.manager.resume import ResumeReport
     from shardkeep.plan.retention import Best, Keep
     from shardkeep.state.ddp import exact_ddp
+    from shardkeep.state.gradients import Gradients
     from shardkeep.state.subclasses import register_tensor_type
     from shardkeep.state.wrappers import PerRank, Sharded
 
@@ -81,6 +82,7 @@ _HOMES = {
     "manager.resume": ("ResumeReport",),
     "plan.retention": ("Best", "Keep"),
     "state.ddp": ("exact_ddp",),
+    "state.gradients": ("Gradients",),
     "state.subclasses": ("register_tensor_type",),
     "state.wrappers": ("PerRank", "Sharded"),
 }
@@ -104,6 +106,7 @@ __all__ = [
     "ResumeReport",
     "PerRank",
     "Sharded",
+    "Gradients",
     "exact_ddp",
     "register_type",
     "register_tensor_type",
@@ -141,7 +144,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "torch":
             raise
         raise ModuleNotFoundError(
-            f"shardkeep.{name} needs torch, which is not installed; install it, or 'shardkeep[torch]'", name="torch"
+            f"shardkeep.{name} needs torch, which is not installed: pip install torch", name="torch"
         ) from error
     globals()[name] = value
     return value

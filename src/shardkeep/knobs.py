@@ -87,6 +87,18 @@ def read_foreign() -> dict[str, str]:
     return {name: os.environ[name] for name in FOREIGN if name in os.environ}
 
 
+def read_audit() -> tuple[str, int | None] | None:
+    """Return the folder for records, and the step to die at, that `shardkeep audit` gave to this process, or None.
+
+    No knob: set by the audit for the starts that it makes, and by nobody else.
+    """
+    folder = os.environ.get("SHARDKEEP_AUDIT")
+    if not folder or not os.path.isdir(folder):
+        return None
+    step = os.environ.get("SHARDKEEP_AUDIT_KILL_STEP", "")
+    return folder, int(step) if step.isascii() and step.isdigit() else None
+
+
 @contextlib.contextmanager
 def override(**values: float) -> Iterator[None]:
     """Set knobs for the length of a `with` block; for tests, one process at a time."""

@@ -117,7 +117,7 @@ def test_the_same_state_is_written_the_same_way(tmp_path: Path) -> None:
     exact = 0
     for name in sorted(names):
         was, now = (GOLDEN / name).read_bytes(), (tmp_path / "run" / name).read_bytes()
-        if name.endswith(".safetensors") or name.endswith("config.json"):
+        if name.endswith((".safetensors", "config.json")):
             assert now == was, name
             exact += 1
         elif name.endswith(".json"):

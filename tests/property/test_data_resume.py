@@ -154,7 +154,7 @@ def test_a_mixture_that_changed_is_refused() -> None:
 
     state = build((1, 2)).state_dict()
     build((0.5, 1)).load_state_dict(state)
-    with pytest.raises(StateMismatch, match="sources and weights"):
+    with pytest.raises(StateMismatch, match="its sources and weights"):
         build((1, 3)).load_state_dict(state)
 
 

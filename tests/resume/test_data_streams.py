@@ -328,3 +328,53 @@ def test_a_source_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(sk.StateMismatch, match="rank 1 of 2"):
         make(0, 2).load_state_dict(world[1].state_dict())
     assert [loader.merge_states([w.state_dict() for w in world])["rank"] for loader in world] == [0, 1]
+
+
+class Shaky:
+    """Ten numbers; the fourth cannot be read the first time."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.fails = True
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 10:
+            if self.at == 3 and self.fails:
+                self.fails = False
+                raise OSError("not now")
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_after_an_error_nothing_is_skipped_without_a_word() -> None:
+    loader = sk.StreamLoader(Shaky(), batch_size=2)
+    batches = iter(loader)
+    assert next(batches).tolist() == [0, 1]
+    saved = loader.state_dict()
+    with pytest.raises(OSError, match="not now"):
+        next(batches)
+    with pytest.raises(sk.UsageError, match="cannot go on: its source or collate_fn raised OSError after batch 1"):
+        list(loader)
+    with pytest.raises(sk.UsageError, match="cannot say where it is"):
+        loader.state_dict()
+    loader.load_state_dict(saved)
+    assert [batch.tolist() for batch in loader] == [[2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_a_position_between_batches_is_saved_after_an_error() -> None:
+    loader = sk.StreamLoader(Shaky())
+    seen: list[int] = []
+    with pytest.raises(OSError, match="not now"):
+        seen.extend(loader)
+    other = sk.StreamLoader(Shaky())
+    other.load_state_dict(loader.state_dict())
+    assert seen == [0, 1, 2]
+    with pytest.raises(OSError, match="not now"):
+        next(iter(other))

@@ -17,6 +17,7 @@ PUBLIC = {
     "EventSink",
     "Filter",
     "Fenced",
+    "Gradients",
     "IncompatibleFormat",
     "Keep",
     "Mixture",

@@ -23,7 +23,7 @@ def command(as_json: bool, keep: Path | None, small: bool, leave_out: str | None
     """Train a small model, kill it, resume it, and compare with a run that was never killed."""
     if not _has_torch():
         raise CheckpointError(
-            "the demo trains a model and needs torch, which is not installed", advice="pip install 'shardkeep[torch]'"
+            "the demo trains a model and needs torch, which is not installed", advice="pip install torch"
         )
     from shardkeep.demo import run_demo
     from shardkeep.demo.options import DemoOptions

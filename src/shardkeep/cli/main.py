@@ -24,6 +24,7 @@ COMMANDS: Final = {
     "diff": "Compare two checkpoints or files of tensors.",
     "prune": "Remove checkpoints by rule, and what failed saves left.",
     "rollback": "Make the next resume go on from an earlier step.",
+    "audit": "Run a training command killed and unkilled, and compare.",
     "demo": "Train, kill and resume a small model, and prove it exact.",
 }
 

@@ -49,10 +49,11 @@ def write_json(document: dict[str, Any]) -> None:
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    # By map: a frame per level and no more, since values may be nested as deep as the format lets them.
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return dict(zip(map(str, value), map(_finite, value.values()), strict=True))
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [*map(_finite, value)]
     return value
 
 

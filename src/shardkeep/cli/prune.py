@@ -51,7 +51,7 @@ def command(
     if as_json:
         write_json(_describe(store.url, view, plan, removed, yes))
     else:
-        write(*_format(view, plan, yes))
+        write(*_format(view, plan, yes, ruled=keep != Keep()))
     return 0
 
 
@@ -108,7 +108,7 @@ def _describe(url: str, view: RunView, plan: PrunePlan, removed: tuple[StepRef, 
     }
 
 
-def _format(view: RunView, plan: PrunePlan, yes: bool) -> list[str]:
+def _format(view: RunView, plan: PrunePlan, yes: bool, *, ruled: bool) -> list[str]:
     word = "removed" if yes else "would remove"
     lines = [
         f"{word} {escape(ref.folder)} ({format_bytes(_size(view, ref))}): {reason}"
@@ -117,7 +117,8 @@ def _format(view: RunView, plan: PrunePlan, yes: bool) -> list[str]:
     ]
     kept = len(view.timeline) - len(plan.steps)
     if not lines:
-        return [f"nothing to remove; {format_count(kept, 'checkpoint')} kept"]
+        lines = [f"nothing to remove; {format_count(kept, 'checkpoint')} kept"]
+        return lines if ruled else [*lines, "no rule was given, so every checkpoint stays: add --keep-last 3 or so"]
     lines.append(
         f"{word} {format_count(len(plan.all), 'folder')}, {format_bytes(plan.removed_bytes)}; "
         f"{format_count(kept, 'checkpoint')} kept"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import click
@@ -92,7 +93,7 @@ def _format(url: str, view: RunView, ref: StepRef, before: StepRef | None, gener
     if ref in view.quarantined:
         lines.append(f"note: {ref} is quarantined as damaged: a resume passes it over for an older step")
     if before is not None:
-        lines.append(f"to undo: shardkeep rollback {escape(url)} {name_step(before)} --yes")
+        lines.append(f"to undo: shardkeep rollback {escape(shlex.quote(url))} {name_step(before)} --yes")
     if not done:
         lines.append("nothing was changed: add --yes to do it (a job saving into the run stops at its next save)")
     return lines

@@ -193,12 +193,20 @@ class ResumableLoader:
             IncompatibleFormat: a newer version wrote it.
             UsageError: what is left of the stored epoch ends in a batch too small to go round.
         """
-        stored = decode_state(state, self._cursor)
-        cursor = settle(stored, self._batching.batch_size, drop_last=self._batching.drop_last)
-        self._check(cursor)
+        cursor = self._find_cursor(state)
         self._end_live("load_state_dict moved the loader")
         self._cursor = cursor
         self._last = None
+
+    def check_state_dict(self, state: Mapping[str, object]) -> None:
+        """Raise what `load_state_dict` would raise; change nothing."""
+        self._find_cursor(state)
+
+    def _find_cursor(self, state: Mapping[str, object]) -> Cursor:
+        stored = decode_state(state, self._cursor)
+        cursor = settle(stored, self._batching.batch_size, drop_last=self._batching.drop_last)
+        self._check(cursor)
+        return cursor
 
     def _check(self, cursor: Cursor) -> None:
         check_batches(cursor, self._batching.batch_size, self._batching.at.size, drop_last=self._batching.drop_last)

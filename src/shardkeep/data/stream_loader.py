@@ -30,6 +30,8 @@ class StreamLoader:
     positions are split by the source's `split_state(states, rank, world_size)`, or the resume is refused by name.
 
     Every `for` loop goes on at the first item that was not handed out and stops at the end of the source's pass.
+    After an error of the source or of `collate_fn` the loader goes no further until `load_state_dict`, so that no item
+    is skipped without a word.
 
     Args:
         source: this rank's part of the data.
@@ -67,6 +69,9 @@ class StreamLoader:
         self._iterator: Iterator[Any] | None = None
         self._started = False
         self._resumed = False
+        self._failed: str | None = None
+        # Taken from the source for the batch that is being made.
+        self._items: list[Any] = []
 
     @property
     def batches(self) -> int:
@@ -76,7 +81,13 @@ class StreamLoader:
     def __iter__(self) -> Iterator[Any]:
         """Go on with the pass, or begin the next one."""
         while True:
-            batch = self._take()
+            if self._failed is not None:
+                self._refuse_to_go_on("go on")
+            try:
+                batch = self._take()
+            except BaseException as error:
+                self._failed = type(error).__name__
+                raise
             if batch is not None:
                 self._resumed = False
                 self._batches += 1
@@ -87,12 +98,19 @@ class StreamLoader:
             else:
                 return
 
+    def _refuse_to_go_on(self, doing: str) -> None:
+        raise UsageError(
+            f"the loader cannot {doing}: its source or collate_fn raised {self._failed} after batch {self._batches}, "
+            f"when {len(self._items)} items were taken for the next one",
+            advice="resume from the last checkpoint, with a new loader",
+        )
+
     def _take(self) -> tuple[Any] | None:
         """Return the next batch, or None at the end of a pass."""
         if self._iterator is None:
             self._iterator = iter(self._source)
             self._started = True
-        items: list[Any] = []
+        items = self._items
         wanted = self._batch_size or 1
         while len(items) < wanted:
             try:
@@ -101,12 +119,20 @@ class StreamLoader:
                 break
         # A short batch is the pass's last: asking again would ask a source that has ended, which then says so again.
         if not items or (len(items) < wanted and self._drop_last):
-            self._iterator = None
+            self._iterator, self._items = None, []
             return None
-        return (items[0] if self._batch_size is None else self._collate(items),)
+        batch = items[0] if self._batch_size is None else self._collate(items)
+        self._items = []
+        return (batch,)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's position: plain values, and whatever the source's state holds."""
+        """Return this rank's position: plain values, and whatever the source's state holds.
+
+        Raises:
+            UsageError: a batch failed half-way, so that the source's position is past what was handed out.
+        """
+        if self._items:
+            self._refuse_to_go_on("say where it is")
         return {
             "version": VERSION,
             "rank": self._at.rank,
@@ -146,6 +172,7 @@ class StreamLoader:
         except Exception as error:
             raise StateMismatch(f"a {type(self._source).__name__} refused its stored position: {error!r}") from error
         self._started = self._resumed = True
+        self._failed, self._items = None, []
 
     def merge_states(self, states: Sequence[Any]) -> dict[str, Any]:
         """Return this rank's state from those of all ranks of a job of another size.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator, Sequence
 from types import EllipsisType, TracebackType
@@ -66,8 +67,14 @@ class Checkpoint:
         if key not in self:
             last = key.rpartition("/")[2]
             near = [other for other in self.keys() if last and last in other][:5]
+            near = near or difflib.get_close_matches(key, self.keys(), n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
-            raise NotFound(f"{self.commit.ref} holds no tensor {key!r}{hint}", step=self.step, key=key)
+            raise NotFound(
+                f"{self.commit.ref} holds no tensor {key!r}{hint}",
+                step=self.step,
+                key=key,
+                advice="checkpoint.keys() lists the names, and so does shardkeep show RUN --tree",
+            )
         return StoredTensorView(self._reader, self._table.aliases.get(key, key), key)
 
     def values(self) -> dict[str, Any]:

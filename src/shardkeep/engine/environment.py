@@ -39,7 +39,7 @@ BIT_CHANGING: Final = {
     "nccl": _INSTALL,
     "cpu": f"{_SAME_HARDWARE}, or set ATEN_CPU_CAPABILITY to the lower of the two in both",
     "devices": _SAME_HARDWARE,
-    "threads": "call torch.set_num_threads",
+    "threads": "call torch.set_num_threads, or set OMP_NUM_THREADS (torchrun sets it to 1)",
     "deterministic_algorithms": "call torch.use_deterministic_algorithms",
     "fill_uninitialized_memory": "set torch.utils.deterministic.fill_uninitialized_memory",
     "cudnn_deterministic": "set torch.backends.cudnn.deterministic",

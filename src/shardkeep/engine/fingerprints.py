@@ -11,6 +11,7 @@ from typing import Final
 
 import xxhash
 
+from shardkeep.format.records import LayoutTable
 from shardkeep.spec.tensors import LocalTensor
 
 _SAMPLE_BYTES: Final = 512
@@ -39,9 +40,20 @@ def _fingerprint(tensor: LocalTensor) -> str:
     return digest.hexdigest()
 
 
-def combine(found: Mapping[str, str]) -> str:
-    """Return one digest over all fingerprints."""
-    return xxhash.xxh3_128_hexdigest("\n".join(f"{key}={value}" for key, value in sorted(found.items())).encode())
+def combine(found: Mapping[str, str], table: LayoutTable | None) -> dict[str, str]:
+    """Return one digest over the fingerprints of each set of ranks that hold the same tensors whole.
+
+    So that ranks that do not hold the same in all can still compare what they share.
+
+    Args:
+        table: of the last plan, which says who holds what; without one all go together.
+    """
+    groups: dict[str, list[str]] = {}
+    for key, value in sorted(found.items()):
+        record = table.tensors.get(key) if table is not None else None
+        holders = ",".join(map(str, record.layout.meshes)) if record is not None else ""
+        groups.setdefault(holders, []).append(f"{key}={value}")
+    return {holders: xxhash.xxh3_128_hexdigest("\n".join(lines).encode()) for holders, lines in groups.items()}
 
 
 def find_differing(tables: Sequence[tuple[int, Mapping[str, str]]]) -> dict[str, tuple[int, int]]:

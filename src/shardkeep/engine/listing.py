@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from shardkeep.engine.run import (
     RunView,
@@ -18,7 +18,7 @@ from shardkeep.engine.run import (
     record_limit,
     scan_run,
 )
-from shardkeep.errors import Corrupt, IncompatibleFormat, NotFound
+from shardkeep.errors import CheckpointError, Corrupt, IncompatibleFormat, NotFound
 from shardkeep.format.names import (
     COMMIT_RECORD,
     PRUNE_INTENT,
@@ -30,6 +30,9 @@ from shardkeep.format.names import (
 from shardkeep.format.records import CommitBrief, GenerationRecord, decode_record
 from shardkeep.plan.timeline import plan_timeline
 from shardkeep.storage.base import Store
+
+_LOOKED_AT: Final = 100
+_SHOWN: Final = 5
 
 State = Literal["committed", "uncommitted", "abandoned", "removing"]
 """`committed`: on the timeline, a resume may take it. The others do not count: the save never finished; the run went
@@ -100,9 +103,23 @@ def _get_run_id(store: Store) -> str:
 
 def no_run(store: Store) -> NotFound:
     """Return the error for a place that holds no run."""
-    return NotFound(
-        f"{store.url}: there is no run here (no run.json)", advice="check the path; it names the run's root"
-    )
+    inside = _find_runs(store)
+    advice = "check the path; it names the run's root"
+    if inside:
+        advice = f"name a run; inside of this folder are {', '.join(inside)}"
+    return NotFound(f"{store.url}: there is no run here (no run.json)", advice=advice)
+
+
+def _find_runs(store: Store) -> list[str]:
+    """Return some runs right below; whoever names the folder of all runs means one of them."""
+    found = []
+    try:
+        for name in store.list_folders("")[:_LOOKED_AT]:
+            if any(info.key == f"{name}/run.json" for info in store.list_objects(f"{name}/run.json")):
+                found.append(name)
+    except CheckpointError:
+        return []  # a hint only
+    return found[:_SHOWN]
 
 
 def _iter_candidates(store: Store, chain: dict[int, GenerationRecord]) -> Iterator[StepRef]:

@@ -7,7 +7,7 @@ coordinator merges, and every rank reads the one result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -35,12 +35,16 @@ from shardkeep.spec.tensors import Captured
 
 
 class _Summary(Struct, kw_only=True):
-    """What a rank says of itself in the first phase: digests, and what it is about to save."""
+    """What a rank says of itself in the first phase: digests, and what it is about to save.
+
+    `plan` is the digest of the plan it remembers; `fingerprints` has one digest for each mesh of holders.
+    """
 
     step: int
+    plan: str
     structure: str
     values: str
-    fingerprints: str
+    fingerprints: dict[str, str]
 
 
 class _Opening(Struct, kw_only=True):
@@ -92,7 +96,10 @@ class Agreed:
 
 @dataclass(slots=True, kw_only=True)
 class PlanCache:
-    """What one rank remembers from its last agreed plan; `structures` on the coordinator only."""
+    """What one rank remembers from its last agreed plan; `structures` on the coordinator only.
+
+    An empty `digest` says that it remembers nothing to go on with.
+    """
 
     table: LayoutTable | None = None
     digest: str = ""
@@ -179,18 +186,14 @@ def agree_plan(
             details.fingerprints = fingerprint_tensors(captured.tensors, skip=cache.differing)
         summary = _Summary(
             step=step,
+            plan=cache.digest,
             structure=xxhash.xxh3_128_hexdigest(details.structure),
             values=xxhash.xxh3_128_hexdigest(msgspec.json.encode(details.values)),
-            fingerprints=combine(details.fingerprints),
+            fingerprints=combine(details.fingerprints, cache.table),
         )
         return msgspec.json.encode(summary)
 
-    try:
-        answer = group.agree("save.open", summarize, lambda found: _open(found, cache, choose_attempt))
-    except BaseException:
-        # What the ranks would have said next was not heard: the table may be of another structure than they have.
-        cache.structures = ()
-        raise
+    answer = group.agree("save.open", summarize, lambda found: _open(found, cache, choose_attempt))
     opening = msgspec.json.decode(answer, type=_Opening)
     if opening.structure or opening.values:
         merged = _exchange(group, cache, opening, details)
@@ -219,16 +222,23 @@ def _open(found: list[bytes], cache: PlanCache, choose_attempt: Callable[[], int
             advice="call the manager with the same step on every rank",
         )
     structures = tuple(s.structure for s in summaries)
-    prints = {(s.structure, s.fingerprints) for s in summaries}
-    known = cache.structures == structures and len(prints) == len(set(structures))
-    cache.structures = structures
+    known = (
+        bool(cache.digest)
+        and cache.structures == structures
+        and all(s.plan == cache.digest for s in summaries)
+        and not find_differing([(rank, s.fingerprints) for rank, s in enumerate(summaries)])
+    )
+    if not known:
+        # ORDER: the digest comes back when the plan for these structures is agreed; what fails before must not
+        # leave a plan for other ones behind.
+        cache.structures, cache.digest = structures, ""
     values = _pattern([s.values for s in summaries])
     return msgspec.json.encode(
         _Opening(
             attempt=choose_attempt(),
             structure=() if known else _pattern(structures),
             values=() if known and len(values) == 1 else values,
-            fingerprints=() if known else _pattern([s.fingerprints for s in summaries]),
+            fingerprints=() if known else _pattern([tuple(sorted(s.fingerprints.items())) for s in summaries]),
         )
     )
 
@@ -240,20 +250,16 @@ def _exchange(group: Group, cache: PlanCache, opening: _Opening, details: _Detai
         values=details.values if _is_lowest(group.rank, opening.values) else {},
         fingerprints=details.fingerprints if _is_lowest(group.rank, opening.fingerprints) else {},
     )
-    try:
-        verdict = group.agree(
-            "save.plan", lambda: msgspec.json.encode(posted), lambda found: _merge(found, opening, cache)
-        )
-        merged = msgspec.json.decode(verdict, type=_Merged)
-        if merged.table is not None:
-            prove_coverage(group, merged.table)
-            cache.table = merged.table
-            cache.digest = digest_table(merged.table, group.world_size)
-            cache.shard_limit_bytes = merged.shard_limit_bytes
-            cache.differing = frozenset(merged.table.per_rank)
-    except BaseException:
-        cache.structures = ()
-        raise
+    verdict = group.agree(
+        "save.plan", lambda: msgspec.json.encode(posted), lambda found: _merge(found, opening, cache)
+    )
+    merged = msgspec.json.decode(verdict, type=_Merged)
+    if merged.table is not None:
+        prove_coverage(group, merged.table)
+        cache.table = merged.table
+        cache.digest = digest_table(merged.table, group.world_size)
+        cache.shard_limit_bytes = merged.shard_limit_bytes
+        cache.differing = frozenset(merged.table.per_rank)
     return merged
 
 
@@ -261,9 +267,9 @@ def _is_lowest(rank: int, classes: Sequence[Sequence[int]]) -> bool:
     return any(ranks[0] == rank for ranks in classes)
 
 
-def _pattern(digests: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def _pattern(digests: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks grouped by equal digest, by ascending lowest rank."""
-    groups: dict[str, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for rank, digest in enumerate(digests):
         groups.setdefault(digest, []).append(rank)
     return tuple(tuple(ranks) for ranks in groups.values())

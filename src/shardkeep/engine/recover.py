@@ -22,13 +22,15 @@ from shardkeep.storage.base import Store
 
 
 def roll_forward(store: Store, view: RunView, events: EventSink) -> tuple[StepRef, ...]:
-    """Commit every complete try of the newest generation that lacks only its record; return them.
+    """Commit every complete try of the newest generation that lacks only its record; return them, ascending.
 
+    Of several tries at one step only the last: the others would stay for good, committed and on no timeline.
     Only the newest generation can matter: what older ones left beyond their commits is on no timeline.
     """
     done: list[StepRef] = []
     committed = {ref.step for ref, folder in view.folders.items() if folder.committed and ref.generation == view.head}
-    for ref, folder in view.folders.items():
+    for ref in sorted(view.folders, reverse=True):
+        folder = view.folders[ref]
         if ref.generation != view.head or folder.committed or folder.pruning or ref.step in committed:
             continue
         record = find_commit(store, folder, view.run_id)
@@ -45,7 +47,8 @@ def roll_forward(store: Store, view: RunView, events: EventSink) -> tuple[StepRe
             )
         )
         done.append(ref)
-    return tuple(done)
+        committed.add(ref.step)
+    return tuple(sorted(done))
 
 
 def find_commit(store: Store, folder: StepFolder, run_id: str) -> CommitRecord | None:

@@ -153,13 +153,17 @@ def make_catalog(reader: CheckpointReader, rank: int, world_size: int) -> Catalo
     same = commit.world_size == world_size
     values: dict[str, Any] = {}
     own = rank if rank < commit.world_size else None
+    shared = {name for holder in commit.facts.holders for name in holder.names}
     for holder, encoded in reader.read_value_parts(own).items():
         for name, value in encoded.items():
-            if name not in values:
+            # What is per rank is not taken from another rank, as long as there is one of this number.
+            if name not in values and (not same or holder == own or name in shared):
                 values[name] = decode_value(value, f"{commit.ref}, part {holder}: {name}")
-    per_rank_names = sorted(set(values) - {n for h in commit.facts.holders for n in h.names})
+    found_per_rank = set(values)
+    if not same:
+        found_per_rank.update(name for r in range(commit.world_size) for name in reader.part(r).record.values)
     differing: dict[str, tuple[Any, ...]] = {}
-    names = [*commit.facts.differing, *per_rank_names]
+    names = [*commit.facts.differing, *sorted(found_per_rank - shared)]
     if names and not same:
         for name in names:
             found = [reader.part(r).record.values.get(name) for r in range(commit.world_size)]
@@ -220,9 +224,12 @@ def _describe(key: str, record: TensorRecord) -> StoredTensor:
 
 
 class _Wants(Struct, kw_only=True):
+    """What one rank asks for; `per_rank`: values stored per rank that it could ask for."""
+
     tensors: tuple[str, ...]
     values: tuple[str, ...]
     problems: tuple[str, ...]
+    per_rank: tuple[str, ...]
 
 
 W = TypeVar("W", bound=Wanted)
@@ -252,11 +259,13 @@ def restore(
     made: list[W] = []
 
     def look() -> bytes:
-        made.append(plan(make_catalog(reader, group.rank, group.world_size)))
+        catalog = make_catalog(reader, group.rank, group.world_size)
+        made.append(plan(catalog))
         wants = _Wants(
             tensors=tuple(sorted(made[0].consumed_tensors)),
             values=tuple(sorted(made[0].consumed_values)),
             problems=made[0].problems,
+            per_rank=tuple(sorted(catalog.differing)),
         )
         return msgspec.json.encode(wants)
 
@@ -330,11 +339,13 @@ def _check_wants(found: list[bytes], reader: CheckpointReader, strict: bool) -> 
     table, facts = reader.table, reader.commit.facts
     tensors: set[str] = set()
     values: set[str] = set()
+    names = {name for holder in facts.holders for name in holder.names} | set(facts.differing)
     problems: dict[str, list[int]] = {}
     for rank, data in enumerate(found):
         wants = msgspec.json.decode(data, type=_Wants)
         tensors.update(wants.tensors)
         values.update(wants.values)
+        names.update(wants.per_rank)
         for problem in wants.problems:
             problems.setdefault(problem, []).append(rank)
     lines = [
@@ -344,7 +355,6 @@ def _check_wants(found: list[bytes], reader: CheckpointReader, strict: bool) -> 
     if strict:
         stored = set(table.tensors) | set(table.aliases) | set(table.views) | set(table.per_rank)
         bases = {view.base for view in table.views.values()}
-        names = {name for holder in facts.holders for name in holder.names} | set(facts.differing)
         lines += [
             f"{key}: stored, but nothing in the live state takes it" for key in sorted(stored - tensors - bases)
         ]
@@ -354,6 +364,6 @@ def _check_wants(found: list[bytes], reader: CheckpointReader, strict: bool) -> 
             f"{reader.commit.ref} and the live state do not match; nothing was restored",
             problems=lines,
             step=reader.commit.ref.step,
-            advice="build the same model, optimizer and objects as when it was saved, "
-            "or load a part with strict=False",
+            advice="build the same model, optimizer and objects as when it was saved; to change something on "
+            "purpose: resume(state, override={...}); to load only a part: shardkeep.load(root, state, strict=False)",
         )

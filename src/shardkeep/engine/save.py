@@ -81,7 +81,7 @@ class Saver:
         self._run_id = run_id
         self._generation = generation
         self._cache = PlanCache()
-        self._shards: tuple[str, list[ShardPlan]] | None = None
+        self._shards: tuple[object, list[ShardPlan]] | None = None
 
     def save(self, step: int, capture: Callable[[], Captured], options: SaveOptions) -> Committed:
         """Save one checkpoint; on return on any rank it is committed and durable.
@@ -99,30 +99,19 @@ class Saver:
         check_step(step)
         agreed = agree_plan(self._group, self._cache, step, capture, lambda: self._choose_attempt(step))
         ref = StepRef(step=step, generation=self._generation, attempt=agreed.attempt)
-        facts = self._make_facts(agreed, options) if self._group.rank == 0 else None
-        record = PartRecord(
-            run_id=self._run_id,
-            ref=ref,
-            rank=self._group.rank,
-            world_size=self._group.world_size,
-            plan=agreed.digest,
-            shards=(),
-            digests=FileRecord(0, ""),
-            tensors={},
-            values=agreed.values,
-            facts=facts,
-            journal=options.chain,
-        )
-        plans = self._plan_shards(agreed)
-        tensors = {tensor.key: tensor for tensor in agreed.captured.tensors}
-
+        facts: Facts | None = None
+        plans: list[ShardPlan] = []
         wrote = False
 
         def work() -> bytes:
-            nonlocal wrote
-            if facts is not None:
+            # All of it within the phase: an error of one rank must not leave the others waiting for it.
+            nonlocal facts, plans, wrote
+            plans = self._plan_shards(agreed)
+            if self._group.rank == 0:
+                facts = self._make_facts(agreed, options)
                 self._write_beside(ref, agreed, options)
-            summary = write_part(self._store, record, plans, tensors)
+            tensors = {tensor.key: tensor for tensor in agreed.captured.tensors}
+            summary = write_part(self._store, self._make_part(ref, agreed, options, facts), plans, tensors)
             wrote = True
             return msgspec.json.encode(summary)
 
@@ -133,7 +122,7 @@ class Saver:
             # written; then the files stay, as orphans that the next prune removes.
             if not wrote or _cannot_commit(error):
                 names = own_names(self._group.rank, [plan.name for plan in plans])
-                beside = [HF_INDEX, *sorted(options.assets)] if facts is not None else []
+                beside = [HF_INDEX, *sorted(options.assets)] if self._group.rank == 0 else []
                 remove_quietly(self._store, ref, [*names, *beside])
             raise
         return msgspec.json.decode(verdict, type=Committed)
@@ -155,18 +144,38 @@ class Saver:
         for ref in tries:
             if any(info.key == ref.key(COMMIT_RECORD) for info in self._store.list_objects(f"{ref.folder}/")):
                 raise AlreadyExists(
-                    f"{ref} is committed already", step=step, advice="save the next step, or start a new generation"
+                    f"{ref} is committed already",
+                    step=step,
+                    advice="save a later step, or start the job again: each start has folders of its own",
                 )
         return max((ref.attempt for ref in tries), default=0) + 1
 
     def _plan_shards(self, agreed: Agreed) -> list[ShardPlan]:
-        if self._shards is None or self._shards[0] != agreed.digest:
-            per_rank = frozenset(agreed.table.per_rank)
-            own = {t.key: (t.dtype, t.shape) for t in agreed.captured.tensors if t.key in per_rank}
+        per_rank = frozenset(agreed.table.per_rank)
+        # The table only names what ranks keep for themselves; dtypes and shapes are each rank's own.
+        own = {t.key: (t.dtype, t.shape) for t in agreed.captured.tensors if t.key in per_rank}
+        planned_for = (agreed.digest, agreed.shard_limit_bytes, own)
+        if self._shards is None or self._shards[0] != planned_for:
             outgoing = plan_outgoing(agreed.table, self._group.rank) + plan_own_outgoing(own)
             plans = plan_shards(outgoing, self._group.rank, limit_bytes=agreed.shard_limit_bytes)
-            self._shards = agreed.digest, plans
+            self._shards = planned_for, plans
         return self._shards[1]
+
+    def _make_part(self, ref: StepRef, agreed: Agreed, options: SaveOptions, facts: Facts | None) -> PartRecord:
+        """Return this rank's part but for what follows from its files."""
+        return PartRecord(
+            run_id=self._run_id,
+            ref=ref,
+            rank=self._group.rank,
+            world_size=self._group.world_size,
+            plan=agreed.digest,
+            shards=(),
+            digests=FileRecord(0, ""),
+            tensors={},
+            values=agreed.values,
+            facts=facts,
+            journal=options.chain,
+        )
 
     def _make_facts(self, agreed: Agreed, options: SaveOptions) -> Facts:
         return Facts(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -19,12 +19,15 @@ from shardkeep.format.digests import LEAF_BYTES
 from shardkeep.format.hf_index import INDEX_NAME, parse_hf_index
 from shardkeep.format.records import CommitRecord
 from shardkeep.format.shard import ShardHeader, header_length, parse_shard_header
+from shardkeep.format.value_encoder import MAX_DEPTH
 from shardkeep.spec.chunks import Chunk, iter_runs, whole
 from shardkeep.spec.dtypes import get_dtype
 from shardkeep.storage.base import Store
 from shardkeep.storage.oserrors import mapped
 
 _INDEX_LIMIT_BYTES: Final = 1 << 28
+# Arrays and objects that one level of a value takes at most: {"$defaultdict": [factory, [[key, value]]]}.
+_JSON_PER_VALUE: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +127,7 @@ class CheckpointSource:
         found: dict[str, Any] = {}
         for rank in range(self.commit.world_size):
             for name, value in self._reader.part(rank).record.values.items():
+                _check_depth(value, f"{self.commit.ref}, part {rank}: {name}")
                 if name not in alike or name in facts.differing:
                     found[f"{name}@rank{rank}"] = value
                 elif alike[name] == rank:
@@ -240,6 +244,19 @@ def _open_indexed(path: str, index_path: str) -> FileSource:
         if key not in source.tensors or source.path_of(key) != os.path.join(path, name):
             raise Corrupt(f"{index_path}: says that {name} holds {key!r}; it does not", key=key)
     return source
+
+
+def _check_depth(value: Any, where: str) -> None:
+    """Refuse what no writer makes, before anything walks through it with the call stack."""
+    level, depth = [value], 0
+    while level := [child for node in level if isinstance(node, dict | list) for child in _children(node)]:
+        depth += 1
+        if depth > _JSON_PER_VALUE * (MAX_DEPTH + 1):
+            raise Corrupt(f"{where}: nested deeper than {MAX_DEPTH} values")
+
+
+def _children(node: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return node.values() if isinstance(node, dict) else node
 
 
 def iter_boxes(shape: tuple[int, ...], element_count: int) -> Iterator[Chunk]:

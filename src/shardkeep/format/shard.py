@@ -126,7 +126,10 @@ def header_length(first8: bytes, size_bytes: int) -> int:
         raise Corrupt(f"safetensors file of {min(size_bytes, len(first8))} bytes: expected at least 8")
     length = int.from_bytes(first8[:8], "little")
     if length > MAX_HEADER_BYTES:
-        raise Corrupt(f"safetensors header of {length} bytes: the format allows {MAX_HEADER_BYTES}")
+        raise Corrupt(
+            f"safetensors header of {length} bytes: the format allows {MAX_HEADER_BYTES}; this is no safetensors "
+            "file, or its first bytes are damaged"
+        )
     if length < 2:
         raise Corrupt(f"safetensors header of {length} bytes: expected at least an empty JSON object")
     if 8 + length > size_bytes:

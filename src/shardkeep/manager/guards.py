@@ -44,7 +44,15 @@ class Guards:
 
     def after_resume(self, state: Mapping[str, Any], *, fresh: bool) -> None:
         """Remember what was restored; call it last in a resume."""
-        from shardkeep.state.observe import digest_streams, find_forgotten, find_loaders, initial_seed, list_keys
+        from shardkeep.state.observe import (
+            digest_streams,
+            find_copies,
+            find_forgotten,
+            find_loaders,
+            find_refused,
+            initial_seed,
+            list_keys,
+        )
 
         self._resumed = not fresh
         self._keys = list_keys(state)
@@ -52,6 +60,15 @@ class Guards:
         self._loaders = find_loaders(state)
         self._known_loaders |= {id(loader) for loader in self._loaders.values()}
         self._positions = {key: loader.cursor for key, loader in self._loaders.items()}
+        for key, why in (find_refused(state) if fresh else {}).items():
+            self._warn("guard.not_saveable", f"every save will be refused as long as this is so: {why}", key=key)
+        for key in find_copies(state):
+            self._warn(
+                "guard.state_copy",
+                f"{key}: what an optimizer's state_dict() returned, which is a copy: a resume does not reach the "
+                "optimizer. Put the optimizer itself into the state",
+                key=key,
+            )
         for key, names in find_forgotten(state).items():
             shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
             self._warn(

@@ -19,6 +19,7 @@ from shardkeep.manager.overrides import Overrides
 from shardkeep.manager.policies import Steps
 from shardkeep.manager.proof import ReplayProof
 from shardkeep.manager.resume import Claim, ResumeReport, claim_next, resume_run
+from shardkeep.manager.watch import WatchedSink, find_watch
 from shardkeep.plan.replay import ReplayReport
 from shardkeep.plan.retention import Keep
 from shardkeep.ranks.base import Group
@@ -61,10 +62,23 @@ class CheckpointManager:
             raise UsageError(f"tolerate={tolerate}: expected 0 or more")
         self._store: Store = RetryingStore(store if store is not None else open_store(root))
         self._every = Steps(save_every) if isinstance(save_every, int) else save_every
+        if not isinstance(self._every, Steps | None):
+            raise UsageError(
+                f"save_every={save_every!r}: expected a number of steps or None",
+                advice="save_every=100 saves every 100 steps",
+            )
+        if not isinstance(keep, Keep | None):
+            raise UsageError(
+                f"keep={keep!r}: expected shardkeep.Keep(...) or None",
+                advice="keep=shardkeep.Keep(last=3) keeps the newest three",
+            )
         self._keep = keep or Keep()
         self._assets = dict(assets or {})
         self._tolerate = tolerate
         self._events = events or LogSink()
+        self._watch = find_watch()
+        if self._watch is not None:
+            self._events = WatchedSink(self._events, self._watch)
         self._group = group
         self._claim: Claim | None = None
         self._saver: Saver | None = None
@@ -119,8 +133,17 @@ class CheckpointManager:
             StateMismatch: stored and live entries differ, by name; nothing was restored. Corrupt: all checkpoints (or
                 the one asked for) are damaged. NotFound: no such step. StorageError, PeerFailure.
         """
+        if not isinstance(state, Mapping):
+            raise UsageError(
+                f"resume() was given a {type(state).__name__}; expected a dict of names",
+                advice='pass the whole state, such as {"model": model, "optimizer": optimizer, "loader": loader}',
+            )
         if self._claim is not None:
-            raise UsageError("resume() was called before on this manager", advice="make a new CheckpointManager")
+            raise UsageError(
+                "resume() or save() was called before on this manager; nothing was changed",
+                advice="call resume() once, before the first save; to go back to a checkpoint, make a new "
+                "CheckpointManager and resume with that",
+            )
         overrides = Overrides(state, override)
         self._guards = Guards(self._events, self.group.rank)
         self._guards.before_resume(state)
@@ -142,6 +165,8 @@ class CheckpointManager:
                 overridden=sorted(report.overrides),
             )
         self._guards.after_resume(state, fresh=report.fresh)
+        if self._watch is not None:
+            self._watch.begin(report.step, state, rank=self.group.rank, world_size=self.group.world_size)
         return report
 
     def _own(self, claim: Claim) -> ReplayProof:
@@ -171,6 +196,8 @@ class CheckpointManager:
         step = self._step
         if self._guards is not None:
             self._guards.before_loop(loader)
+        if self._watch is not None:
+            self._watch.before_loop()
         while step < stop:
             before = step
             for batch in loader:
@@ -201,6 +228,8 @@ class CheckpointManager:
             self._proof.take(step, state, metrics, extra=numbers)
         if self._guards is not None:
             self._guards.at_step(state)
+        if self._watch is not None:
+            self._watch.take(step, state, {name: _as_number(name, value) for name, value in metrics.items()})
         if not due:
             return False
         try:
@@ -249,6 +278,8 @@ class CheckpointManager:
         )
         if self._guards is not None:
             self._guards.at_save(state)
+        if self._watch is not None:
+            self._watch.take(step, state, options.metrics)
         try:
             saved = self._saver.save(step, lambda: capture(state), options)
         except BaseException:
@@ -328,4 +359,7 @@ def _as_number(name: str, value: Any) -> float:
     try:
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"metric {name!r}: expected one number, found {type(value).__name__}: {error}") from None
+        raise UsageError(
+            f"metric {name!r}: expected one number, found {type(value).__name__}: {error}",
+            advice=f"give a number or a tensor of one element, such as {name}.mean()",
+        ) from None

@@ -15,7 +15,10 @@ class Steps:
 
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
-            raise UsageError(f"Steps({self.count!r}): expected an integer of 1 or more")
+            raise UsageError(
+                f"Steps({self.count!r}): expected an integer of 1 or more",
+                advice="save_every=None saves only when save() is called",
+            )
 
     def is_due(self, step: int) -> bool:
         """Say whether to save when `step` optimizer steps are done."""

@@ -60,14 +60,22 @@ class MixturePlan:
 
     def ids_between(self, seed: int, start: int, stop: int) -> Ids:
         """Return the ids at positions `[start, stop)`, int64, counted from the run's beginning through all epochs."""
-        found = [np.empty(0, dtype=np.int64)]
+        if start >= stop:
+            return np.empty(0, dtype=np.int64)
+        number = self._find_block(start)
+        # Python's integers carry the counts, which may pass 64 bits over a long run; arrays hold what is added.
+        base, taken = self._counts(number), []
         while start < stop:
-            number = self._find_block(start)
             begin, end = self._block_start(number), self._block_start(number + 1)
             upto = min(stop, end)
-            found.append(self._ids_in_block(seed, number, start - begin, upto - begin))
-            start = upto
-        return np.concatenate(found)
+            taken.append(self._take_turns(seed, number, base, slice(start - begin, upto - begin)))
+            start, number = upto, number + 1
+        sources, visits = (np.concatenate(column) for column in zip(*taken, strict=True))
+        ids = np.empty(len(sources), dtype=np.int64)
+        for source in np.unique(sources).tolist():
+            mine = sources == source
+            ids[mine] = self._visit(seed, source, base[source], visits[mine])
+        return ids
 
     def _counts(self, number: int) -> list[int]:
         """Return how many samples of each source come before block `number`."""
@@ -82,28 +90,25 @@ class MixturePlan:
         number = position // self.block
         return number + (self._block_start(number + 1) <= position)
 
-    def _ids_in_block(self, seed: int, number: int, low: int, high: int) -> Ids:
+    def _take_turns(self, seed: int, number: int, base: list[int], wanted: slice) -> tuple[Ids, Ids]:
+        """Return whose turn it is at the `wanted` slots of a block, and how many turns since `base` it had before."""
         before, after = self._counts(number), self._counts(number + 1)
         ends = np.cumsum([b - a for a, b in zip(before, after, strict=True)])
         turns = self._orders.get(int(ends[-1]), derive_key(seed, number, domain="mixture"))
         slots = turns.ids_at(np.arange(turns.n, dtype=np.int64))
         sources = np.searchsorted(ends, slots, side="right")
-        # A source's visits are counted in the order of positions: the whole block is needed for one of them.
+        # A source's turns are counted in the order of positions: the whole block is needed for one of them.
         by_source = np.argsort(sources, kind="stable")
+        first = np.concatenate(([0], ends[:-1])) - [b - a for a, b in zip(base, before, strict=True)]
         visits = np.empty(turns.n, dtype=np.int64)
-        visits[by_source] = np.arange(turns.n) - np.concatenate(([0], ends))[sources[by_source]]
-        wanted, ids = sources[low:high], np.empty(high - low, dtype=np.int64)
-        for source in np.unique(wanted).tolist():
-            mine = wanted == source
-            ids[mine] = self._visit(seed, source, before[source], visits[low:high][mine])
-        return ids
+        visits[by_source] = np.arange(turns.n) - first[sources[by_source]]
+        return sources[wanted], visits[wanted]
 
     def _visit(self, seed: int, source: int, before: int, later: Ids) -> Ids:
         """Return the ids of a source's visits number `before + later`."""
         size = self.sizes[source]
         if size == 1:
             return np.full(len(later), self.offsets[source], dtype=np.int64)
-        # Python's integers carry the part that may pass 64 bits over a long run.
         round_before, at = divmod(before, size)
         rounds, places = np.divmod(later + at, size)
         ids = np.empty(len(later), dtype=np.int64)

@@ -28,9 +28,9 @@ _KEYS: Final = (
 )
 _EXACT_MAX: Final = (1 << 53) - 1
 _FIXES: Final = {
-    "size": "give the loader the dataset the run was trained on, or start a new order with a fresh loader",
+    "size": "give the loader the dataset of the run, or begin this one anew with resume(state, override={...})",
     "seed": "construct the loader with the stored seed",
-    "algorithm": "construct the loader with the stored shuffle option, and a Mixture with its sources and weights",
+    "algorithm": "construct the loader with the stored shuffle option (a Mixture: its sources and weights)",
 }
 
 

@@ -1,4 +1,4 @@
-"""Tensors that share memory: stored once, and given back to whatever shares memory when they are restored.
+"""Tensors that share memory: found, and stored once.
 
 Three cases. The same elements under two names are an alias. Tensors that overlap in part are views of one
 stored base. Tensors that only lie on one storage side by side are independent.
@@ -6,15 +6,14 @@ stored base. Tensors that only lie on one storage side by side are independent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from shardkeep.errors import StateMismatch
 from shardkeep.spec.chunks import whole
-from shardkeep.spec.tensors import HostBytes, LocalTensor, Piece, Role, StoredTensor, View
-from shardkeep.state.hostbytes import TEMPORARY_BYTES, TensorBytes, dtype_name, torch_dtype
+from shardkeep.spec.tensors import LocalTensor, Piece, Role, View
+from shardkeep.state.hostbytes import TensorBytes, dtype_name
 from shardkeep.state.subclasses import Entry
 
 _SEARCH_LIMIT = 10_000
@@ -52,7 +51,7 @@ def deduplicate(entries: Sequence[Entry]) -> Deduplicated:
     by_place: dict[object, Entry] = {}
     for entry in entries:
         first = by_owner.setdefault((id(entry.owner), entry.slot), entry)
-        place = _place(entry)
+        place = place_of(entry)
         if first is entry and place is not None:
             first = by_place.setdefault(place, entry)
         if first is entry:
@@ -62,7 +61,7 @@ def deduplicate(entries: Sequence[Entry]) -> Deduplicated:
             aliases[entry.local.key] = aliases.get(first.local.key, first.local.key)
     views: dict[str, View] = {}
     tensors = {entry.local.key: entry.local for entry in kept}
-    for group in _find_overlapping(kept):
+    for group in find_overlapping(kept):
         described = _describe_base(group)
         if described is not None:
             base, group_views = described
@@ -72,7 +71,7 @@ def deduplicate(entries: Sequence[Entry]) -> Deduplicated:
     return Deduplicated(tensors=tuple(tensors[key] for key in sorted(tensors)), aliases=aliases, views=views)
 
 
-def _place(entry: Entry) -> object:
+def place_of(entry: Entry) -> object:
     """Return what two tensors must have in common to be the same elements in the same order, or None."""
     data, local = entry.data, entry.local
     if data is None or data.is_meta or data.numel() == 0:
@@ -84,12 +83,17 @@ def _place(entry: Entry) -> object:
     return memory, tuple(data.shape), strides, bits, layout
 
 
-def _span(entry: Entry) -> _Span | None:
-    """Return the place of a tensor that may become a view: plain, held whole, with memory of its own device."""
+def _span(entry: Entry, *, plain_only: bool = True) -> _Span | None:
+    """Return the place of a tensor that may become a view: plain, held whole, with memory of its own device.
+
+    Args:
+        plain_only: False: of any other tensor of this rank too.
+    """
     data, local = entry.data, entry.local
-    if data is None or data.is_meta or data.numel() == 0 or data.is_conj() or data.is_neg():
+    if data is None or data.is_meta or data.numel() == 0:
         return None
-    if local.mesh is not None or local.explicit or local.per_rank:
+    special = data.is_conj() or data.is_neg() or local.mesh is not None or local.explicit or local.per_rank
+    if plain_only and special:
         return None
     itemsize = data.element_size()
     steps = tuple(
@@ -102,11 +106,28 @@ def _span(entry: Entry) -> _Span | None:
     return _Span(entry=entry, data=data, start=start, stop=stop, steps=steps)
 
 
-def _find_overlapping(entries: Sequence[Entry]) -> list[list[_Span]]:
-    """Return the groups of tensors that are connected by common bytes, each in the order of `entries`."""
+def overlaps_itself(data: torch.Tensor) -> bool:
+    """Say whether several elements of a tensor may lie on the same bytes; for odd strides it says yes too soon."""
+    if data.is_meta or data.numel() == 0:
+        return False
+    steps = [(int(s), n) for n, s in zip(data.shape, data.stride(), strict=True) if n > 1]
+    reach = 0
+    for stride, size in sorted(steps):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def find_overlapping(entries: Sequence[Entry], *, plain_only: bool = True) -> list[list[_Span]]:
+    """Return the groups of tensors that are connected by common bytes, each in the order of `entries`.
+
+    Args:
+        plain_only: leave out shards of DTensors, tensors per rank, and conjugate and negative views.
+    """
     storages: dict[tuple[str, int], list[_Span]] = {}
     for entry in entries:
-        span = _span(entry)
+        span = _span(entry, plain_only=plain_only)
         if span is not None:
             where = (str(span.data.device), span.data.untyped_storage().data_ptr())
             storages.setdefault(where, []).append(span)
@@ -218,178 +239,3 @@ def _describe_base(group: list[_Span]) -> tuple[LocalTensor, dict[str, View]] | 
         for span in group
     }
     return base, views
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fill:
-    """What to read so that live tensors get what a checkpoint says of them.
-
-    Attributes:
-        reads: targets by *stored* key, at most one per key, ascending; a key that the checkpoint does not hold
-            is among them, for the caller to report.
-        finish: to be called once all reads are done.
-        consumed: every stored name that this fills from: tensors, aliases, views and bases.
-    """
-
-    reads: tuple[LocalTensor, ...]
-    finish: Callable[[], None]
-    consumed: frozenset[str]
-
-
-def plan_fill(
-    entries: Sequence[Entry],
-    *,
-    stored: Mapping[str, StoredTensor],
-    aliases: Mapping[str, str],
-    views: Mapping[str, View],
-    cast: bool = False,
-) -> Fill:
-    """Plan how live tensors are filled, whether or not they share memory as the stored ones did.
-
-    Live tensors that are tied as stored are read once. Where views of a stored base are views of one live base in
-    the same way, the base is read in place; else into host memory, and `finish` spreads it. Live tensors that are
-    tied although the checkpoint holds them apart must have been equal: the second is read aside and `finish`
-    compares the bytes.
-
-    Args:
-        entries: the live tensors, under the names that they have there.
-        stored, aliases, views: of the checkpoint; `stored` must hold the bases.
-        cast: convert views whose live dtype is another one, instead of refusing them.
-
-    Raises (from `finish`):
-        StateMismatch: a view's shape or dtype differs, or the checkpoint holds different values for what is one
-            tensor here.
-    """
-    reads: dict[str, LocalTensor] = {}
-    after: list[Callable[[], None]] = []
-    consumed: set[str] = set()
-    by_base: dict[str, list[tuple[Entry, View]]] = {}
-    filled_by: dict[object, tuple[str, Entry]] = {}
-    for entry in entries:
-        key = entry.local.key
-        source = aliases.get(key, key)
-        consumed.update((key, source))
-        if source in views:
-            by_base.setdefault(views[source].base, []).append((entry, views[source]))
-            continue
-        place = _place(entry) or (id(entry.owner), entry.slot)
-        earlier_source, earlier = filled_by.setdefault(place, (source, entry))
-        target = replace(entry.local, key=source)
-        if earlier is not entry:
-            if earlier_source == source:
-                continue
-            target, compare = _read_aside(entry, target, earlier.local.key)
-            after.append(compare)
-        reads[source] = _merge(reads.get(source), target)
-    live = deduplicate(entries) if by_base else None
-    for base, users in sorted(by_base.items()):
-        consumed.add(base)
-        in_place = _find_live_base(live, stored[base], users) if live else None
-        if in_place is not None:
-            reads[base] = in_place
-        else:
-            reads[base], spread = _read_base(stored[base], users, cast=cast)
-            after.append(spread)
-
-    def finish() -> None:
-        for step in after:
-            step()
-
-    return Fill(reads=tuple(reads[key] for key in sorted(reads)), finish=finish, consumed=frozenset(consumed))
-
-
-def _merge(first: LocalTensor | None, second: LocalTensor) -> LocalTensor:
-    """Return one target that fills both; the bytes of one stored tensor may go to several live ones."""
-    return second if first is None else replace(first, pieces=(*first.pieces, *second.pieces))
-
-
-def _read_aside(entry: Entry, target: LocalTensor, earlier_key: str) -> tuple[LocalTensor, Callable[[], None]]:
-    """Return a target beside the live tensor, and the check that it got the same bytes as that."""
-    aside = tuple(
-        Piece(chunk=piece.chunk, data=TensorBytes(torch.empty(piece.data.nbytes, dtype=torch.uint8)))
-        for piece in target.pieces
-    )
-
-    def compare() -> None:
-        for live, other in zip(target.pieces, aside, strict=True):
-            if not _same_bytes(live.data, other.data):
-                raise StateMismatch(
-                    f"{earlier_key} and {entry.local.key} are one tensor here, the checkpoint holds two that differ",
-                    key=entry.local.key,
-                    advice="build the model without tying the two",
-                )
-
-    return replace(target, pieces=aside), compare
-
-
-def _same_bytes(a: HostBytes, b: HostBytes) -> bool:
-    mine, theirs = bytearray(TEMPORARY_BYTES), bytearray(TEMPORARY_BYTES)
-    for start in range(0, a.nbytes, TEMPORARY_BYTES):
-        length = min(TEMPORARY_BYTES, a.nbytes - start)
-        left, right = memoryview(mine)[:length], memoryview(theirs)[:length]
-        a.copy_out(start, left)
-        b.copy_out(start, right)
-        if left != right:
-            return False
-    return True
-
-
-def _find_live_base(
-    live: Deduplicated, base: StoredTensor, users: Sequence[tuple[Entry, View]]
-) -> LocalTensor | None:
-    """Return the live base that is cut into views exactly as the stored one, or None."""
-    for entry, view in users:
-        key = entry.local.key
-        found = live.views.get(live.aliases.get(key, key))
-        if found is None or replace(found, role=view.role, trainable=view.trainable) != view:
-            return None
-    target = next((tensor for tensor in live.tensors if tensor.key == base.key), None)
-    same = target is not None and target.shape == base.shape and target.dtype == base.dtype
-    return target if same else None
-
-
-def _read_base(
-    base: StoredTensor, users: Sequence[tuple[Entry, View]], *, cast: bool
-) -> tuple[LocalTensor, Callable[[], None]]:
-    """Return a target in host memory for a stored base, and the step that copies its views to their live tensors."""
-    flat = torch.empty(base.shape, dtype=torch_dtype(base.dtype))
-    local = LocalTensor(
-        key=base.key,
-        section="",
-        name=base.key,
-        dtype=base.dtype,
-        shape=base.shape,
-        role=base.role,
-        pieces=(Piece(chunk=whole(base.shape), data=TensorBytes(flat)),),
-    )
-
-    def spread() -> None:
-        for entry, view in users:
-            target = entry.local
-            if target.shape != view.shape or (target.dtype != view.dtype and not cast):
-                raise StateMismatch(
-                    f"{target.key}: stored {view.dtype} {view.shape}, live {target.dtype} {target.shape}",
-                    key=target.key,
-                    advice="pass cast=True to convert dtypes; shapes must be equal",
-                )
-            dtype = torch_dtype(view.dtype)
-            source = torch.empty(0, dtype=dtype).set_(
-                flat.untyped_storage(), view.offset_bytes // dtype.itemsize, view.shape, view.strides
-            )
-            for piece in target.pieces:
-                part = source
-                for dim, (start, size) in enumerate(zip(piece.chunk.offsets, piece.chunk.sizes, strict=True)):
-                    part = part.narrow(dim, start, size)
-                if target.dtype != view.dtype:
-                    part = part.to(torch_dtype(target.dtype))
-                _copy_bytes(TensorBytes(part), piece.data)
-
-    return local, spread
-
-
-def _copy_bytes(source: HostBytes, target: HostBytes) -> None:
-    buffer = bytearray(TEMPORARY_BYTES)
-    for start in range(0, source.nbytes, TEMPORARY_BYTES):
-        part = memoryview(buffer)[: min(TEMPORARY_BYTES, source.nbytes - start)]
-        source.copy_out(start, part)
-        target.copy_in(start, part)

@@ -14,6 +14,7 @@ from shardkeep.format.names import is_section
 from shardkeep.spec.tensors import Captured
 from shardkeep.state.aliases import deduplicate
 from shardkeep.state.drafts import CaptureDraft, split_key
+from shardkeep.state.gradients import capture_gradients
 from shardkeep.state.models import capture_model
 from shardkeep.state.names import parameter_names
 from shardkeep.state.objects import Item, capture_item, iter_items, pack_captured
@@ -46,6 +47,8 @@ def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
     for item in items:
         if item.kind == "optimizer":
             capture_optimizer(draft, item.key, item.value, names)
+        elif item.kind == "gradients":
+            capture_gradients(draft, item.key, item.value)
         elif item.kind != "model":
             capture_item(draft, item)
     if rng:

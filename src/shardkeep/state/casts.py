@@ -44,6 +44,15 @@ class CastBytes:
     def nbytes(self) -> int:
         return self._count * self._stored.itemsize
 
+    @property
+    def inner(self) -> HostBytes:
+        """The live bytes."""
+        return self._inner
+
+    def onto(self, inner: HostBytes) -> CastBytes:
+        """Return the same conversion, into other live bytes."""
+        return CastBytes(inner, self._stored, self._live)
+
     def copy_out(self, start: int, out: memoryview) -> None:
         """Write the live values in the stored dtype, bytes `start .. start + len(out)`."""
         size, live_size = self._stored.itemsize, self._live.itemsize

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from shardkeep.errors import StateMismatch, UsageError
+from shardkeep.errors import StateMismatch, UnsupportedState, UsageError
 from shardkeep.spec.tensors import Catalog, StoredTensor
 from shardkeep.state.casts import CastBytes, can_cast
 from shardkeep.state.hostbytes import torch_dtype
@@ -25,6 +25,7 @@ class _Missing(enum.Enum):
 
 
 MISSING: Final = _Missing.MISSING
+_ON_META: Final = "give it memory first, for example with torch.empty_like(tensor, device=...)"
 
 
 class Stage(enum.IntEnum):
@@ -73,7 +74,7 @@ class CaptureDraft:
         """Keep a tensor that was taken apart.
 
         Raises:
-            UsageError: the state gives two tensors one key.
+            UsageError: the state gives two tensors one key. UnsupportedState: it is on the meta device.
         """
         for entry in parts.entries:
             if entry.local.key in self.keys:
@@ -87,6 +88,12 @@ class CaptureDraft:
                     f"{entry.local.key}: another tensor is called {place[1]!r} in the files {place[0]!r}",
                     key=entry.local.key,
                     advice="rename one of the two in the state",
+                )
+            if entry.data is not None and entry.data.is_meta:
+                raise UnsupportedState(
+                    f"{entry.local.key}: a tensor on the meta device has no values",
+                    key=entry.local.key,
+                    advice=_ON_META,
                 )
             self.keys.add(entry.local.key)
             self.places.add(place)
@@ -181,6 +188,9 @@ class RestoreDraft:
             return None
         if stored.shape != local.shape:
             self.problems.append(f"{local.key}: shape {stored.shape} stored, {local.shape} live")
+            return None
+        if entry.data is not None and entry.data.is_meta:
+            self.problems.append(f"{local.key}: on the meta device, so it has no memory to restore into; {_ON_META}")
             return None
         if local.trainable is not None and stored.trainable is not None and local.trainable != stored.trainable:
             self.miss(

@@ -59,7 +59,7 @@ def check_storable(path: str, tensor: torch.Tensor) -> None:
     Meta tensors pass: they have a shape to restore into, only no bytes yet.
 
     Raises:
-        UnsupportedState: sparse, nested, mkldnn or quantized tensors, or an unknown dtype.
+        UnsupportedState: sparse, nested, mkldnn or quantized tensors, ones without memory, or an unknown dtype.
     """
     if tensor.is_nested or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
@@ -67,6 +67,12 @@ def check_storable(path: str, tensor: torch.Tensor) -> None:
             f"{path}: a tensor of layout {kind} cannot be stored, only strided ones",
             key=path,
             advice="keep its parts (values, indices, offsets) as strided tensors in the state",
+        )
+    if tensor._is_zerotensor():
+        raise UnsupportedState(
+            f"{path}: a tensor that autograd made to stand for zeros has no memory",
+            key=path,
+            advice="clone() it first",
         )
     if tensor.is_quantized:
         raise UnsupportedState(

@@ -20,15 +20,18 @@ from torch.optim import Optimizer
 
 from shardkeep.errors import CheckpointError, StateMismatch, UnsupportedState, UsageError
 from shardkeep.format.names import is_section
+from shardkeep.format.value_atoms import is_plain_text
+from shardkeep.format.value_encoder import MAX_DEPTH
 from shardkeep.spec.tensors import TensorRef
 from shardkeep.state.destinations import plan_tree_tensor
 from shardkeep.state.drafts import MISSING, CaptureDraft, RestoreDraft, Stage, split_key
+from shardkeep.state.gradients import Gradients
 from shardkeep.state.rng import capture_generator, is_generator, plan_generator
 from shardkeep.state.subclasses import take_apart
 from shardkeep.state.values import escape, find_tensors, format_section, iter_refs, pack_tree, unpack_tree
 from shardkeep.state.wrappers import PerRank, Sharded
 
-Kind = Literal["model", "optimizer", "generator", "tensor", "object", "value"]
+Kind = Literal["model", "optimizer", "gradients", "generator", "tensor", "object", "value"]
 
 RESERVED: Final = ("rank", "rng")
 
@@ -70,8 +73,8 @@ def iter_items(state: Mapping[str, Any]) -> Iterator[Item]:
 
 
 def _check_key(key: object) -> None:
-    fits = isinstance(key, str) and key and "/" not in key and key[0] not in "$." and is_section(format_section(key))
-    if not fits:
+    fits = isinstance(key, str) and key and is_plain_text(key) and "/" not in key and key[0] not in "$."
+    if not fits or not is_section(format_section(str(key))):
         raise UsageError(
             f"the name {key!r} in the state: expected a text of at most about 100 characters, without '/', "
             "that does not begin with '$' or '.'",
@@ -90,7 +93,7 @@ def _walk(key: str, node: Any, holder: Any, slot: Any, above: frozenset[int]) ->
     if per_rank is None and kind == "object" and _is_stream(value):
         # Each rank reads data of its own: equal positions of two ranks are chance, not one position.
         per_rank = PerRank(value, getattr(value, "merge_states", None))
-    if per_rank is not None and (kind in ("model", "optimizer") or isinstance(value, Sharded)):
+    if per_rank is not None and (kind in ("model", "optimizer", "gradients") or isinstance(value, Sharded)):
         raise UsageError(f"{key}: a {type(value).__name__} inside PerRank; put it into the state by itself", key=key)
     if kind != "value" or per_rank is not None or not _holds_live(value, above):
         yield Item(key=key, kind=kind, value=value, per_rank=per_rank, holder=holder, slot=slot)
@@ -116,6 +119,8 @@ def _find_kind(value: Any) -> Kind:
         return "model"
     if isinstance(value, Optimizer):
         return "optimizer"
+    if isinstance(value, Gradients):
+        return "gradients"
     if isinstance(value, torch.Tensor | Sharded):
         return "tensor"
     if is_generator(value):
@@ -151,7 +156,7 @@ def _holds_live(node: Any, above: frozenset[int]) -> bool:
         return True
     if not isinstance(node, Mapping | list | tuple):
         return _find_kind(node) not in ("value", "tensor")
-    if id(node) in above:
+    if id(node) in above or len(above) > MAX_DEPTH:
         return False
     children: Iterable[Any] = node.values() if isinstance(node, Mapping) else node
     return any(_holds_live(child, above | {id(node)}) for child in children)
@@ -173,6 +178,13 @@ def capture_item(draft: CaptureDraft, item: Item) -> None:
         return
     tree = item.value if item.kind == "value" else _read_state(item)
     draft.add_value(item.key, pack_captured(draft, item.key, tree, per_rank=per_rank), per_rank=per_rank)
+
+
+def check_item(item: Item) -> None:
+    """Raise what `capture_item` would raise of a plain value or a source of data; calls nothing of the state."""
+    _refuse_source(item)
+    if item.kind == "value":
+        pack_tree(item.value, item.key, lambda tensor, at: TensorRef(at))
 
 
 def pack_captured(draft: CaptureDraft, key: str, tree: Any, *, per_rank: bool = False) -> Any:
@@ -299,6 +311,7 @@ def _plan_object(draft: RestoreDraft, item: Item, stored: Any) -> None:
     live = find_tensors(item.value.state_dict(), item.key) if sharded else {}
     # Not into the live tensors themselves: what its state_dict() returns may be the object's own to check first.
     content = unpack_planned(draft, stored, live, in_place=False)
+    _check_content(draft, item, content)
     stage = Stage.LOADERS if hasattr(type(item.value), "__iter__") else Stage.OBJECTS
 
     def load() -> Iterable[str]:
@@ -308,13 +321,27 @@ def _plan_object(draft: RestoreDraft, item: Item, stored: Any) -> None:
             raise
         except Exception as error:
             raise StateMismatch(
-                f"{item.key}: its load_state_dict() raised {error!r}",
+                f"{item.key}: its load_state_dict() raised {error!r}; other parts of the state were restored already",
                 key=item.key,
-                advice=f"build {item.key} with the same settings as in the saving run",
+                advice=f"build {item.key} with the same settings as in the saving run, and start the process again",
             ) from error
         return ()
 
     draft.then(stage, item.key, load)
+
+
+def _check_content(draft: RestoreDraft, item: Item, content: Any) -> None:
+    """Ask an object that can tell (`check_state_dict`) before anything is restored."""
+    check = getattr(item.value, "check_state_dict", None)
+    if not callable(check):
+        return
+    try:
+        check(content)
+    except (StateMismatch, UsageError) as error:
+        found = getattr(error, "problems", ()) or (error.message,)
+        draft.problems += [
+            f"{item.key}: {problem}" + (f"; {error.advice}" if error.advice else "") for problem in found
+        ]
 
 
 def unpack_planned(

@@ -14,11 +14,11 @@ import torch
 import xxhash
 from torch.optim import Optimizer
 
-from shardkeep.errors import CheckpointError
+from shardkeep.errors import CheckpointError, UnsupportedState
 from shardkeep.order.cursor import Cursor
 from shardkeep.plan.replay import LR, METRIC, SAMPLES
 from shardkeep.state.names import canonical_names
-from shardkeep.state.objects import iter_items
+from shardkeep.state.objects import check_item, iter_items
 from shardkeep.state.rng import capture_rng
 
 _MAX_RATES = 8
@@ -144,6 +144,29 @@ def list_keys(state: Mapping[str, Any]) -> dict[str, str]:
         return {item.key: item.kind for item in iter_items(state)}
     except CheckpointError:
         return {}
+
+
+def find_refused(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return name -> why, of the plain values and sources of data that a save would refuse."""
+    found: dict[str, str] = {}
+    try:
+        for item in iter_items(state):
+            try:
+                check_item(item)
+            except UnsupportedState as error:
+                found[item.key] = error.message + (f"; {error.advice}" if error.advice else "")
+    except CheckpointError:
+        pass  # names: `list_keys` says the same
+    return found
+
+
+def find_copies(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of what an optimizer's `state_dict()` returned: a restore would not reach the optimizer."""
+    return [
+        key
+        for key, value in _iter_live(state)
+        if isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
+    ]
 
 
 def find_forgotten(state: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -15,10 +15,11 @@ import torch
 
 from shardkeep.errors import CheckpointError, StateMismatch
 from shardkeep.spec.tensors import Catalog, LocalTensor
-from shardkeep.state.aliases import Fill, plan_fill
 from shardkeep.state.capture import collect_names
 from shardkeep.state.drafts import RestoreDraft, Stage
 from shardkeep.state.dtensor import is_dtensor
+from shardkeep.state.fill import Fill, plan_fill
+from shardkeep.state.gradients import plan_gradients
 from shardkeep.state.models import (
     capture_model,
     find_meta,
@@ -28,7 +29,7 @@ from shardkeep.state.models import (
 )
 from shardkeep.state.names import canonical_names
 from shardkeep.state.objects import Item, iter_items, plan_item, unpack_planned
-from shardkeep.state.optimizers import plan_optimizer
+from shardkeep.state.optimizers import Names, plan_optimizer
 from shardkeep.state.rng import RngPlan, plan_derived, plan_rng
 from shardkeep.state.subclasses import Parts
 from shardkeep.state.values import find_tensors
@@ -97,16 +98,11 @@ def plan_restore(
     items = list(iter_items(state))
     for item in items:
         if item.kind == "model":
-            _plan_model(draft, item)
+            _plan_one(draft, item, {})
     names = collect_names(items)
     for item in items:
-        try:
-            if item.kind == "optimizer":
-                plan_optimizer(draft, item.key, item.value, names)
-            elif item.kind != "model":
-                plan_item(draft, item)
-        except StateMismatch as error:
-            draft.problems.append(error.message)
+        if item.kind != "model":
+            _plan_one(draft, item, names)
     streams = _plan_streams(draft, rng)
     fill = plan_fill(
         draft.entries, stored=catalog.tensors, aliases=catalog.aliases, views=catalog.views, cast=draft.cast
@@ -147,6 +143,25 @@ class _Finisher:
             return own
         saved = [table for table in catalog.differing.get("rng", ()) if table is not None]
         return plan_derived(*derivation, saved or [catalog.values["rng"]] * catalog.world_size)
+
+
+def _plan_one(draft: RestoreDraft, item: Item, names: Names) -> None:
+    """Plan one thing of the state; what is stored for it may be anything, and what does not fit is a problem."""
+    try:
+        if item.kind == "model":
+            _plan_model(draft, item)
+        elif item.kind == "optimizer":
+            plan_optimizer(draft, item.key, item.value, names)
+        elif item.kind == "gradients":
+            plan_gradients(draft, item.key, item.value, names)
+        else:
+            plan_item(draft, item)
+    except StateMismatch as error:
+        draft.problems.append(error.message)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        draft.problems.append(f"{item.key}: what is stored does not fit: {error!r}")
 
 
 def _plan_streams(draft: RestoreDraft, rng: bool) -> RngPlan | None:

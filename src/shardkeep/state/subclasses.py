@@ -111,10 +111,11 @@ def resolve_plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself if its strided bytes are all it is; waits for a pending functional collective.
 
     Raises:
-        UnsupportedState: a subclass without a rule; names the path and the type.
+        UnsupportedState: a subclass without a rule, or see `check_storable`; names the path and the type.
     """
     cls = type(tensor)
     if cls is torch.Tensor or cls is torch.nn.Parameter:
+        check_storable(path, tensor)
         return tensor
     if (settled := settle(tensor)) is not tensor:
         return resolve_plain(path, settled)

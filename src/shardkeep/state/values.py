@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from shardkeep.errors import Corrupt, UnsupportedState
+from shardkeep.format.value_encoder import MAX_DEPTH
 from shardkeep.format.value_registry import DEFAULT_REGISTRY, Registered, find_stray_content, put_together
 from shardkeep.format.values import decode_value, encode_value
 from shardkeep.spec.tensors import TensorRef
@@ -116,6 +117,8 @@ def _copy(node: Any, path: str, leaf: Leaf, above: frozenset[int]) -> Any:
         return _copy_rare(node, path)
     if id(node) in above:
         raise UnsupportedState(f"{path}: a {kind.__name__} that contains itself cannot be stored", key=path)
+    if len(above) > MAX_DEPTH:
+        raise UnsupportedState(f"{path}: nested deeper than {MAX_DEPTH} levels", key=path, advice="flatten it")
     above |= {id(node)}
     if registered is not None:
         return _copy_registered(node, path, leaf, above, registered)

@@ -94,6 +94,8 @@ def _advise_denied(path: str) -> str:
 def _advise_other(code: int, path: str) -> str:
     if code == errno.EFBIG:
         return "raise the limit on file sizes (ulimit -f), or set SHARDKEEP_SHARD_BYTES below it"
+    if code == errno.ENOTDIR:
+        return f"a file stands where a folder must be: ls -ld {os.path.dirname(path)} and the folders above it"
     if code == errno.ENAMETOOLONG:
         return "choose a shorter path for the run"
     return f"look at the file system of {os.path.dirname(path)} (findmnt -T, dmesg)"

@@ -145,6 +145,14 @@ def test_collate_draws_per_batch() -> None:
     assert len({batch[1] for batch in here}) == len({batch[2] for batch in here}) == len({b[3] for b in here}) == 12
 
 
+def test_collate_draws_under_the_seeds_of_its_first_position() -> None:
+    """Not on from wherever the last sample's transforms came to."""
+    batches = epochs(build(collate_fn=collate_with_a_draw), 1)
+    python, for_numpy, for_torch = next(iter_draw_seeds(5, 0, [8], domain="collate"))
+    drawn = float(torch.rand(1, generator=torch.Generator().manual_seed(for_torch)))
+    assert batches[2][1:] == (random.Random(python).random(), float(np.random.RandomState(for_numpy).rand()), drawn)
+
+
 def test_an_error_leaves_the_global_streams_alone() -> None:
     class Failing(Drawing):
         def __getitem__(self, index: int) -> Any:

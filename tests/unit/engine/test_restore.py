@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import shardkeep as sk
 from shardkeep import knobs
 from shardkeep.engine.run import list_generations, read_marks
-from shardkeep.errors import CheckpointError, Corrupt, NotFound, PeerFailure, StorageError
+from shardkeep.errors import CheckpointError, Corrupt, NotFound, PeerFailure, StateMismatch, StorageError
 from shardkeep.format.names import COMMIT_RECORD, StepRef
 from shardkeep.plan.retention import Keep
 from shardkeep.ranks.base import Group
@@ -276,3 +278,36 @@ def test_ranks_that_see_another_root_are_told() -> None:
     results = run_world(disks, resume)
     assert all(isinstance(result, CheckpointError) for result in results), results
     assert "not shared" in str(results[1])
+
+
+def test_a_value_per_rank_that_nothing_takes_is_not_dropped(tmp_path: Path) -> None:
+    with sk.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"a": 1, "own": sk.PerRank(3)})
+    state: dict[str, object] = {"a": 0}
+    with sk.CheckpointManager(tmp_path) as manager, pytest.raises(StateMismatch, match="own: stored, but nothing"):
+        manager.resume(state)
+    assert state == {"a": 0}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_value_per_rank_is_not_taken_from_another_rank(world_size: int) -> None:
+    store = MemoryStore()
+
+    def state(rank: int, *, saving: bool) -> dict[str, object]:
+        has_own = rank == 0 or not saving
+        return {"a": 1, **({"own": sk.PerRank(rank)} if has_own else {})}
+
+    def save(rank_store: Store, group: Group) -> None:
+        manage(rank_store, group).save(1, state(group.rank, saving=True))
+
+    def load(rank_store: Store, group: Group) -> object:
+        found = state(group.rank, saving=False)
+        manage(rank_store, group).resume(found)
+        return found
+
+    get_all(run_world([store] * world_size, save))
+    found = run_world([store] * world_size, load)
+    if world_size == 1:
+        assert get_all(found) == [{"a": 1, "own": sk.PerRank(0)}]
+    else:
+        assert "own: in the state, not in the checkpoint (rank 1)" in str(found[0])

@@ -44,6 +44,17 @@ def test_every_source_has_its_share_and_every_sample_its_turn(sizes: list[int], 
     assert np.array_equal(np.concatenate(parts), ids)
 
 
+def test_positions_beside_a_block_s_start_are_found() -> None:
+    """Blocks begin up to a sample per source early."""
+    plan = plan_mixture([100, 200, 50], [1, 2, 4])
+    whole = plan.ids_between(0, 0, 4 * plan.block)
+    begins = [plan._block_start(number) for number in range(1, 4)]
+    assert any(begin < number * plan.block for number, begin in enumerate(begins, 1))
+    for begin in begins:
+        for at in range(begin - 3, begin + 4):
+            assert plan.ids_between(0, at, at + 2).tolist() == whole[at : at + 2].tolist()
+
+
 def test_within_a_block_sources_mix() -> None:
     plan = plan_mixture([1000, 1000], [1, 1])
     came = sources_of(plan, plan.ids_between(0, 0, 256))

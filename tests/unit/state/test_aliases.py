@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import nn
 
 from shardkeep.errors import StateMismatch
 from shardkeep.spec.tensors import LocalTensor, StoredTensor
-from shardkeep.state.aliases import Deduplicated, _span, deduplicate, plan_fill, share_bytes
+from shardkeep.state.aliases import Deduplicated, _span, deduplicate, share_bytes
+from shardkeep.state.casts import CastBytes
+from shardkeep.state.fill import plan_fill
 from shardkeep.state.models import model_parts
 from shardkeep.state.subclasses import Entry, take_apart
 
@@ -98,7 +101,7 @@ def test_stored_apart_live_tied() -> None:
     load(entries_of(a=tied, b=tied), content, found)
     assert torch.equal(tied, torch.arange(6.0))
     content["b"] = bytes(24)
-    with pytest.raises(StateMismatch, match="a and b are one tensor here"):
+    with pytest.raises(StateMismatch, match="a, b share memory here"):
         load(entries_of(a=tied, b=tied), content, found)
 
 
@@ -224,3 +227,67 @@ def test_every_tensor_gets_its_bytes_back(places: list[Any], seed: int) -> None:
     for key, tensor in expected.items():
         assert torch.equal(apart[key], tensor)
         assert torch.equal(same[key], tensor)
+
+
+def test_stored_apart_live_in_common_memory_must_fit() -> None:
+    """A live tensor whose elements share bytes, with itself or another, cannot hold just any stored values."""
+
+    def expanded() -> dict[str, torch.Tensor]:
+        return {"t": torch.zeros(1, 4).expand(3, 4)}
+
+    def windows() -> dict[str, torch.Tensor]:
+        return {"t": torch.zeros(6).as_strided((3, 4), (1, 1))}
+
+    def overlapping() -> dict[str, torch.Tensor]:
+        flat = torch.zeros(10)
+        return {"a": flat[:6], "b": flat[4:].view(torch.int32), "c": flat}
+
+    row, ramp = torch.arange(4.0), torch.arange(10.0)
+    apart = {"a": ramp[:6].clone(), "b": ramp[4:].clone().view(torch.int32), "c": ramp.clone()}
+    for make, fits in (
+        (expanded, {"t": row.expand(3, 4).clone()}),
+        (windows, {"t": ramp[:6].unfold(0, 4, 1).clone()}),
+        (overlapping, apart),
+    ):
+        live = make()
+        load(entries_of(**live), *save(entries_of(**fits)))
+        assert all(torch.equal(live[key], fits[key]) for key in fits)
+        for key in fits:
+            other = {**fits, key: fits[key] + torch.arange(fits[key].numel()).reshape(fits[key].shape).to(fits[key])}
+            with pytest.raises(StateMismatch, match=rf"{key}\b.* differ"):
+                load(entries_of(**make()), *save(entries_of(**other)))
+
+
+def test_stored_views_go_to_memory_that_overlaps_in_another_way() -> None:
+    base = torch.arange(10.0)
+    content, found = save(entries_of(x=base[:6], y=base[4:]))
+    assert set(found.views) == {"x", "y"}
+    live = torch.zeros(10)
+    with pytest.raises(StateMismatch, match="x, y share memory here"):
+        load(entries_of(x=live[:6], y=live[3:9]), content, found)
+    # A third tensor of its own in the checkpoint is one more view of the same memory here.
+    both = {**content, "z": torch.full((3,), 7.0).numpy().tobytes()}
+    _, stored = save([*entries_of(x=base[:6], y=base[4:]), *entries_of(z=torch.zeros(3))])
+    with pytest.raises(StateMismatch, match="share memory here"):
+        load(entries_of(x=live[:6], y=live[4:], z=live[2:5]), both, stored)
+
+
+def test_stored_apart_live_tied_is_compared_in_the_live_dtype() -> None:
+    third = torch.full((6,), 1 / 3)
+    draft_like = [
+        replace(
+            entry,
+            local=replace(
+                entry.local,
+                dtype="float32",
+                pieces=tuple(
+                    replace(piece, data=CastBytes(piece.data, torch.float32, torch.bfloat16))
+                    for piece in entry.local.pieces
+                ),
+            ),
+        )
+        for tied in [torch.zeros(6, dtype=torch.bfloat16)]
+        for entry in entries_of(a=tied, b=tied)
+    ]
+    load(draft_like, *save(entries_of(a=third, b=third.clone())))
+    assert torch.equal(draft_like[0].data, third.bfloat16())
