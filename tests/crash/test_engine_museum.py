@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shardkeep.cli.main import main
 from shardkeep.engine.checkpoint import Checkpoint
 from shardkeep.engine.locate import find_checkpoint
 from shardkeep.engine.restore import restore
@@ -131,6 +132,11 @@ def with_values(forge: Forge, value: str) -> None:
     forge.part(lambda part: replace(part, values={**part.values, "note": msgspec.Raw(value.encode())}))
 
 
+def with_optimizer(forge: Forge, value: str) -> None:
+    name = "optimizer/param/0.weight"
+    forge.part(lambda part: replace(part, values={**part.values, name: msgspec.Raw(value.encode())}))
+
+
 def copied_step(forge: Forge) -> None:
     shutil.copytree(forge.root / StepRef(10, 1).folder, forge.folder, dirs_exist_ok=True)
 
@@ -205,6 +211,9 @@ EXHIBITS: dict[str, Callable[[Forge], object]] = {
     "values are deep": lambda f: with_values(f, "[" * 5000 + "]" * 5000),
     "values refer to themselves": lambda f: with_values(f, '{"$ref":"note"}'),
     "values of an unknown type": lambda f: with_values(f, '{"$type":"os.system","value":"true"}'),
+    "optimizer state of a number's name": lambda f: with_optimizer(f, '{"group":0,"tensors":[1.5]}'),
+    "optimizer state is a number": lambda f: with_optimizer(f, '{"group":0,"tensors":3}'),
+    "optimizer state is a text": lambda f: with_optimizer(f, '"x"'),
     "commit is a pickle": lambda f: (f.folder / COMMIT).write_bytes(bomb(f.root)),
     "part is a pickle": lambda f: f.part_bytes(bomb(f.root)),
     "digests are a pickle": lambda f: (f.folder / DIGESTS).write_bytes(bomb(f.root)),
@@ -214,7 +223,12 @@ EXHIBITS: dict[str, Callable[[Forge], object]] = {
     "commit is empty": lambda f: (f.folder / COMMIT).write_bytes(b""),
 }
 
-UNLIKE_THE_LIVE_STATE = {"tensor huge", "no tensors"}
+UNLIKE_THE_LIVE_STATE = {
+    "tensor huge",
+    "no tensors",
+    "optimizer state of a number's name",
+    "optimizer state is a number",
+}
 """Records that hang together: that the live state does not fit them is what a load sees first."""
 
 
@@ -266,6 +280,21 @@ def test_exhibit(whole: Path, tmp_path: Path, name: str) -> None:
         return
     assert report.step == 10, report
     assert not (root.parent / "it-ran").exists()
+
+
+@pytest.mark.parametrize("depth", [300, 450, 900])
+def test_values_deeper_than_any_value_are_not_walked_by_the_commands(whole: Path, tmp_path: Path, depth: int) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(whole, root)
+    with_values(Forge(root), "[" * depth + "]" * depth)
+    for arguments in (
+        ["show", "--values", str(root)],
+        ["show", "--json", "--values", str(root)],
+        ["diff", "--json", "--values", f"{root}@10", f"{root}@20"],
+    ):
+        code = main(arguments)
+        assert code == (20 if depth > 404 else code)
+        assert code in (0, 1, 20), arguments
 
 
 def test_a_huge_tensor_takes_no_memory_when_it_is_indexed(whole: Path, tmp_path: Path) -> None:

@@ -104,13 +104,13 @@ def find_losses(
         unbroken: by rank. starts: the broken run's, in order, each by rank; the first is the one before any kill.
         ignore: variables that are left out.
 
-    A variable counts when its value changes in the unbroken run, is the same in both runs before the first kill (a
-    clock is not), and after a resume is another one both before and after the next step.
+    A stream counts when both runs have it alike before the first kill; a variable when it also changes in the
+    unbroken run, and after a resume is another one both before and after the next step. So clocks do not count.
     """
     found: dict[tuple[str, str], Loss] = {}
     for number, ranks in enumerate(starts, 1):
         for rank in sorted(ranks.keys() & unbroken.keys()):
-            noisy = ignore | (_find_noisy(unbroken[rank], starts[0][rank]) if rank in starts[0] else frozenset())
+            noisy = ignore | (find_noisy(unbroken[rank], starts[0][rank]) if rank in starts[0] else frozenset())
             for loss in _iter_losses(unbroken[rank], ranks[rank], number, rank, noisy):
                 key = loss.kind, loss.quantity
                 if key not in found or loss.order < found[key].order:
@@ -118,11 +118,12 @@ def find_losses(
     return sorted(found.values(), key=lambda loss: loss.order)
 
 
-def _find_noisy(unbroken: Start, first: Start) -> frozenset[str]:
-    """Return the variables that differ between two runs of the command before either was killed."""
+def find_noisy(unbroken: Start, first: Start) -> frozenset[str]:
+    """Return the variables and streams that differ between two runs of the command before either was killed."""
     pairs = [(unbroken.steps[step], first.steps[step]) for step in unbroken.steps.keys() & first.steps.keys()]
     pairs += [(unbroken.began[step], first.began[step]) for step in unbroken.began.keys() & first.began.keys()]
-    return frozenset(name for a, b in pairs for name in a.variables if b.variables.get(name) != a.variables[name])
+    tables = [table for a, b in pairs for table in ((a.variables, b.variables), (a.streams, b.streams))]
+    return frozenset(name for a, b in tables for name in a if b.get(name) != a[name])
 
 
 def _iter_losses(unbroken: Start, broken: Start, number: int, rank: int, noisy: frozenset[str]) -> Iterator[Loss]:
@@ -174,7 +175,8 @@ def _compare_began(
     place: tuple[int, int],
 ) -> Iterator[Loss]:
     number, rank = place
-    for name in sorted(reference.streams.keys() & moment.streams.keys()) if with_streams else ():
+    streams = (reference.streams.keys() & moment.streams.keys()) - noisy if with_streams else set()
+    for name in sorted(streams):
         if reference.streams[name] != moment.streams[name]:
             yield Loss(
                 kind="stream",

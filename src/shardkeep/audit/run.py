@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shardkeep.audit.compare import Loss, Start, find_length_loss, find_losses, make_start
+from shardkeep.audit.compare import Kind, Loss, Start, find_length_loss, find_losses, find_noisy, make_start
 from shardkeep.audit.launch import run_start
 from shardkeep.audit.options import AuditOptions, plan_kills
-from shardkeep.engine.diff import DiffReport, diff_sources
+from shardkeep.engine.diff import DiffReport, ValueChange, diff_sources
 from shardkeep.engine.run import RunView, read_commit, scan_run
 from shardkeep.engine.sources import CheckpointSource
 from shardkeep.errors import CheckpointError, UsageError
@@ -24,6 +24,8 @@ from shardkeep.storage.base import Store
 from shardkeep.storage.resolve import open_store
 
 _NAMES: Final = 5
+_A: Final = "unbroken"
+_B: Final = "broken"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,13 @@ class _Course:
         starts, done = self._run_broken(kills)
         losses = find_losses(unbroken, starts, ignore=options.ignore)
         length = find_length_loss(unbroken, starts)
-        checkpoints, last, found = self._compare_checkpoints(len(unbroken), len(starts[-1]))
+        unseeded = {
+            name for rank in starts[0] for name in find_noisy(unbroken[rank], starts[0][rank]) if "rng/" in name
+        }
+        if unseeded:
+            names = ", ".join(sorted(unseeded))
+            self._left_out.append(f"{names}: not seeded by the command, so two runs of it never have them alike")
+        checkpoints, last, found = self._compare_checkpoints(len(unbroken), len(starts[-1]), unseeded)
         losses += [loss for loss in (length, *found) if loss is not None]
         if len(unbroken) != len(starts[-1]):
             self._left_out.append(
@@ -182,25 +190,35 @@ class _Course:
         return tuple(sorted(name for name in names if same or not name.startswith(METRIC)))
 
     def _compare_checkpoints(
-        self, ranks: int, ranks_then: int
+        self, ranks: int, ranks_then: int, unseeded: set[str]
     ) -> tuple[tuple[int, ...], DiffReport | None, tuple[Loss, ...]]:
-        """Return the steps compared, the last report, and what differs first (and at the end)."""
-        sides = [(open_store(self._folder / name), name) for name in ("unbroken", "broken")]
-        views = [self._scan(store, name) for store, name in sides]
-        by_step = [{ref.step: ref for ref in view.timeline} for view in views]
+        """Return the steps compared, the last report, and what differs in the first checkpoint that does.
+
+        Plain values that differ in checkpoints from before the first kill (a time) are left out of all others.
+        """
+        one, two = (open_store(self._folder / name) for name in ("unbroken", "broken"))
+        a, b = ({ref.step: ref for ref in self._scan(store, name).timeline} for store, name in ((one, _A), (two, _B)))
         if ranks != ranks_then:
             return (), None, ()
-        common = sorted(by_step[0].keys() & by_step[1].keys())
-        if not common:
-            self._left_out.append("no step was saved by both runs, so final tensors were not compared")
-            return (), None, ()
-        compared: list[int] = []
+        noisy: set[str] = set()
         report: DiffReport | None = None
-        for step in common:
-            report = self._diff(sides[0][0], by_step[0][step], sides[1][0], by_step[1][step])
+        compared: list[int] = []
+        for step in sorted(a.keys() & b.keys()):
+            report = self._diff(one, a[step], two, b[step])
             compared.append(step)
-            if not report.same:
-                return tuple(compared), report, tuple(_name_changes(report, step))
+            before_kill = b[step].generation == min(ref.generation for ref in b.values()) == 1
+            values = [v for v in report.values if v.path not in noisy and _find_stream(v.path) not in unseeded]
+            if before_kill:
+                noisy |= {value.path for value in values}
+                values = []
+            if report.changes or values:
+                kind: Kind = "unrepeatable" if before_kill else "checkpoint"
+                return tuple(compared), report, tuple(_name_changes(report, values, step, kind))
+        if noisy:
+            names = ", ".join(sorted(noisy)[:_NAMES])
+            self._left_out.append(f"plain values that differ before any kill: {names}")
+        if not compared:
+            self._left_out.append("no step was saved by both runs, so tensors were not compared")
         return tuple(compared), report, ()
 
     @staticmethod
@@ -217,7 +235,13 @@ class _Course:
         return diff_sources(CheckpointSource(one, read_commit(one, a)), CheckpointSource(two, read_commit(two, b)))
 
 
-def _name_changes(report: DiffReport, step: int) -> Iterator[Loss]:
+def _find_stream(path: str) -> str:
+    """Return the stream that a value's path is in: `rng@rank0.python.words[3]` is in `rng/python`."""
+    name, _, rest = path.partition(".")
+    return f"rng/{rest.partition('.')[0]}" if name.partition("@")[0] == "rng" else ""
+
+
+def _name_changes(report: DiffReport, values: Sequence[ValueChange], step: int, kind: Kind) -> Iterator[Loss]:
     """Yield the first tensors and values in which two checkpoints of one step differ."""
     for change in report.changes[:_NAMES]:
         difference = change.difference
@@ -227,19 +251,19 @@ def _name_changes(report: DiffReport, step: int) -> Iterator[Loss]:
             else change.what
         )
         yield Loss(
-            kind="checkpoint",
+            kind=kind,
             step=step,
             quantity=change.key,
             expected="the same bytes",
             found=what,
             cause=f"{len(report.changes)} tensors of this checkpoint differ, {report.identical_count} are identical",
         )
-    for value in report.values[:_NAMES]:
+    for value in values[:_NAMES]:
         yield Loss(
-            kind="checkpoint",
+            kind=kind,
             step=step,
             quantity=value.path,
             expected=value.a or "nothing",
             found=value.b or "nothing",
-            cause=f"{report.value_count} plain values of this checkpoint differ",
+            cause=f"{len(values)} plain values of this checkpoint differ",
         )

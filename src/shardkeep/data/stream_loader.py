@@ -30,8 +30,8 @@ class StreamLoader:
     positions are split by the source's `split_state(states, rank, world_size)`, or the resume is refused by name.
 
     Every `for` loop goes on at the first item that was not handed out and stops at the end of the source's pass.
-    After an error of the source or of `collate_fn` the loader goes no further until `load_state_dict`, so that no item
-    is skipped without a word.
+    After an error of the source or of `collate_fn` the loader goes no further until `load_state_dict`, so that no
+    item is skipped without a word.
 
     Args:
         source: this rank's part of the data.

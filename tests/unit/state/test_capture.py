@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ def test_nested_models_have_a_file_safe_section() -> None:
     assert found["m x/weight"] == ("m%20x", "weight")
 
 
-@pytest.mark.parametrize("key", ["", "a/b", "$x", ".x", "rng", "rank", 3, "x" * 200])
+@pytest.mark.parametrize("key", ["", "a/b", "$x", ".x", "rng", "rank", 3, "x" * 200, "\ud800"])
 def test_names_that_cannot_be(key: Any) -> None:
     with pytest.raises(UsageError, match="the name"):
         capture({key: 1})
@@ -126,11 +127,21 @@ def test_names_that_clash() -> None:
         ({"loss": {"fn": print}}, "loss/fn"),
         ({"loader": torch.utils.data.DataLoader([1])}, "loader"),
         ({"a": [Counter(), {"b": object()}]}, "a/1/b"),
+        ({"a": {"b": torch.ones(2, device="meta")}}, "a/b: a tensor on the meta device"),
+        ({"a": torch._efficientzerotensor(3)}, "a: a tensor .* has no memory"),
+        ({"a": functools.reduce(lambda inner, _: [inner], range(5000), 1)}, "nested deeper than 100"),
+        ({"a": functools.reduce(lambda inner, _: {"x": inner}, range(5000), nn.ReLU())}, "nested deeper than 100"),
     ],
 )
 def test_unsupported_things_are_named(state: dict[str, Any], path: str) -> None:
     with pytest.raises(UnsupportedState, match=path):
         capture(state)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_nested_tensor_is_named() -> None:
+    with pytest.raises(UnsupportedState, match="a/b: a tensor of layout nested"):
+        capture({"a": {"b": torch.nested.nested_tensor([torch.ones(2)])}})
 
 
 def test_a_state_dict_that_fails_is_named() -> None:

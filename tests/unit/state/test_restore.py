@@ -523,3 +523,11 @@ def test_shared_storage_is_restored_shared() -> None:
     load(saved, apart)
     assert torch.equal(apart["a"], flat[:4])
     assert torch.equal(apart["b"], flat[2:])
+
+
+def test_a_plain_tensor_on_the_meta_device_is_a_problem_before_anything_is_read() -> None:
+    saved = save({"a": torch.ones(3), "b": torch.ones(2)})
+    state = {"a": torch.zeros(3), "b": torch.zeros(2, device="meta")}
+    with pytest.raises(StateMismatch, match="b: on the meta device"):
+        load(saved, state)
+    assert state["a"].tolist() == [0.0, 0.0, 0.0]
