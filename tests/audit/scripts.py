@@ -66,8 +66,36 @@ def main(root):
 main(sys.argv[1])
 """
 
+RANKS_SCRIPT = """
+import sys
 
-def write_script(folder: Path) -> Path:
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+import shardkeep as sk
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+net = sk.exact_ddp(DistributedDataParallel(net))
+torch.manual_seed(1 + dist.get_rank())
+opt = torch.optim.AdamW(net.parameters())
+data = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(3)))
+loader = sk.ResumableLoader(data, global_batch_size=8, seed=0)
+state = {"model": net, "optimizer": opt, "loader": loader}
+with sk.CheckpointManager(sys.argv[1], save_every=3) as m:
+    m.resume(state)
+    for step, (x,) in m.steps(loader, stop=8):
+        loss = net(x).pow(2).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        m.after_step(step, state, loss=loss)
+dist.destroy_process_group()
+"""
+
+
+def write_script(folder: Path, text: str = SCRIPT) -> Path:
     path = folder / "train.py"
-    path.write_text(SCRIPT, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return path

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.audit.scripts import write_script
+from tests.audit.scripts import RANKS_SCRIPT, write_script
 from tests.cli.runner import Result, shardkeep
+
+SLOW_S = 400
 
 
 def audit(folder: Path, defect: str = "", *options: str) -> Result:
-    """Audit the script with one defect, killed after steps 5 and 8; it saves every 3."""
+    """Audit the script with one defect, killed after step 5; it saves every 3."""
     script = write_script(folder)
-    given = options or ("--kill-at", "5,8")
+    given = options or ("--kill-at", "5")
     return shardkeep("audit", "--json", *given, "--", sys.executable, script, "{root}", *([defect] if defect else []))
 
 
@@ -60,6 +62,7 @@ def test_reseeding_after_the_resume_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(SLOW_S)
 @pytest.mark.parametrize(
     ("defect", "named", "lost"),
     [
@@ -79,6 +82,7 @@ def test_what_is_not_in_the_state_is_named(defect: str, named: str, lost: list[s
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(SLOW_S)
 def test_an_order_that_is_not_restored_is_named(tmp_path: Path) -> None:
     done = audit(tmp_path, "loader")
     assert done.code == 50, done.out + done.err
@@ -91,6 +95,7 @@ def test_an_order_that_is_not_restored_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(SLOW_S)
 def test_a_script_that_does_not_repeat_itself_is_said_to_be_so(tmp_path: Path) -> None:
     done = audit(tmp_path, "unseeded")
     assert done.code == 50, done.out + done.err
@@ -99,6 +104,7 @@ def test_a_script_that_does_not_repeat_itself_is_said_to_be_so(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(SLOW_S)
 def test_random_kills_are_those_of_the_seed_and_names_can_be_ignored(tmp_path: Path) -> None:
     options = ("--kills", "2", "--seed", "4", "--ignore", "main.samples_seen", "--ignore", "main.progress['seen']")
     done = audit(tmp_path, "progress", *options)
@@ -111,6 +117,23 @@ def test_random_kills_are_those_of_the_seed_and_names_can_be_ignored(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(SLOW_S)
+@pytest.mark.parametrize("then", [2, 1])
+def test_a_launcher_and_its_workers_are_killed_and_started_again(then: int, tmp_path: Path) -> None:
+    script = write_script(tmp_path, RANKS_SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{ranks}"]
+    quiet = ["env", "GLOO_SOCKET_IFNAME=lo", "OMP_NUM_THREADS=1", f"TMPDIR={tmp_path}"]
+    options = ["--ranks", "2", "--ranks-then", str(then), "--kill-at", "5"]
+    done = shardkeep("audit", "--json", *options, "--", *quiet, *launcher, script, "{root}")
+    assert done.code == 0, done.out + done.err
+    assert done.json["kills"] == [{"step": 5, "resumed": 3, "ranks": then}]
+    assert done.json["compared_checkpoints"] == ([3, 6] if then == 2 else [])
+    assert ("metric/loss" in done.json["quantities"]) == (then == 2)
+    assert str(script).encode() not in b" ".join(path.read_bytes() for path in _command_lines())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SLOW_S)
 def test_a_command_that_fails_by_itself_is_an_error(tmp_path: Path) -> None:
     done = audit(tmp_path, "fails")
     assert done.code == 2

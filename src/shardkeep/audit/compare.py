@@ -50,9 +50,8 @@ class Loss:
         return self.step + 1 if restored else self.step, _ORDER.index(self.kind), self.quantity
 
     def __str__(self) -> str:
-        where = {"stream": f"right after the resume at step {self.step}", "variable": f"after step {self.step}"}.get(
-            self.kind, f"at step {self.step}"
-        )
+        restored = self.kind in ("stream", "variable")
+        where = f"right after the resume at step {self.step}" if restored else f"at step {self.step}"
         rank = f", rank {self.rank}" if self.rank else ""
         return f"{self.quantity}, {where}{rank}: expected {self.expected}, found {self.found}; {self.cause}"
 
@@ -204,7 +203,7 @@ def _compare_began(
             quantity=name,
             expected=show(reference.variables[name]),
             found=show(moment.variables[name]),
-            cause=f"{'a ' + kind if kind else 'a variable of the script'} that is not in the state: put it there",
+            cause=f"it is not in the state{f' ({kind})' if kind else ''}: put it there",
             start=number,
             rank=rank,
         )

@@ -112,7 +112,7 @@ class _Course:
         unbroken, _ = self._start("unbroken", 0, options.ranks, None)
         last_step = max(start.last for start in unbroken.values())
         kills = plan_kills(options, last_step)
-        self._say(f"unbroken: {last_step} steps on {len(unbroken)} ranks; kills after {', '.join(map(str, kills))}")
+        self._say(f"the unbroken run took {last_step} steps; now the broken one, killed after {_join(kills)}")
         starts, done = self._run_broken(kills)
         losses = find_losses(unbroken, starts, ignore=options.ignore)
         length = find_length_loss(unbroken, starts)
@@ -175,7 +175,7 @@ class _Course:
             starts.append(found)
             if number > 1:
                 done.append(Kill(step=kills[number - 2], resumed=found[0].resumed, ranks=len(found)))
-                self._say(f"killed after step {done[-1].step}, resumed from step {done[-1].resumed}")
+                self._say(f"start {number} resumed from step {done[-1].resumed}")
             if not killed:
                 break
         return starts, tuple(done)
@@ -233,6 +233,10 @@ class _Course:
     @staticmethod
     def _diff(one: Store, a: StepRef, two: Store, b: StepRef) -> DiffReport:
         return diff_sources(CheckpointSource(one, read_commit(one, a)), CheckpointSource(two, read_commit(two, b)))
+
+
+def _join(steps: Sequence[int]) -> str:
+    return ", ".join(f"step {step}" for step in steps)
 
 
 def _find_stream(path: str) -> str:

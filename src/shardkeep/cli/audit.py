@@ -116,7 +116,8 @@ def _format(report: AuditReport) -> list[str]:
     steps = ", ".join(f"{k.step} (resumed from {k.resumed})" for k in report.kills)
     lines = [f"killed after step {steps or 'none'}; {format_count(report.last_step, 'step')} in all"]
     names = ", ".join(report.quantities) or "nothing"
-    lines.append(f"compared: {format_count(report.compared_count, 'step')} by {names}, and random streams")
+    streams = ", and random streams" if all(kill.ranks == report.ranks for kill in report.kills) else ""
+    lines.append(f"compared: {format_count(report.compared_count, 'step')} by {names}{streams}")
     if report.checkpoints:
         lines.append(
             f"compared: {format_count(len(report.checkpoints), 'checkpoint')} up to step {report.checkpoints[-1]}, "
@@ -125,7 +126,8 @@ def _format(report: AuditReport) -> list[str]:
     lines += [f"not compared: {escape(text)}" for text in report.left_out]
     lines += [f"warning: {escape(name)}: {escape(text)}" for name, text in report.said]
     if report.exact:
-        return [*lines, f"exact: the broken run is the unbroken one ({report.elapsed_s:.1f} s)"]
+        limits = " in all that was compared" if report.left_out else ""
+        return [*lines, f"exact: the broken run is the unbroken one{limits} ({report.elapsed_s:.1f} s)"]
     lines += [
         f"{'first lost' if at == 0 else 'then'}: {escape(str(loss))}"
         for at, loss in enumerate(report.losses[:_SHOWN])

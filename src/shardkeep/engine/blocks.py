@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from shardkeep.errors import StorageError
 from shardkeep.format.digests import BLOCK_BYTES
 
 T = TypeVar("T")
@@ -24,7 +25,14 @@ def run_blocks(tasks: Iterable[T], work: Callable[[T, memoryview], None], *, thr
     stop = threading.Event()
 
     def drain() -> None:
-        block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+        try:
+            block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+        except OSError as error:
+            stop.set()
+            raise StorageError(
+                f"no memory for a block of {BLOCK_BYTES} bytes on the host: {error}",
+                advice="free host memory, raise its limit (ulimit -v, the job's), or set SHARDKEEP_IO_THREADS=1",
+            ) from error
         while not stop.is_set():
             with lock:
                 task = next(pending, None)

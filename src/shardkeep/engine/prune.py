@@ -73,9 +73,10 @@ def _candidate(store: Store, view: RunView, ref: StepRef) -> Candidate:
     brief, _ = read_brief(store, ref, view.run_id)
     if brief is None:
         # A damaged record is for verify to report; retention neither counts on it nor rates it.
-        return Candidate(ref=ref, metrics={}, healthy=False, held=held)
-    healthy = brief.facts.healthy and ref not in view.quarantined
-    return Candidate(ref=ref, metrics=decode_metrics(brief.facts.metrics), healthy=healthy, held=held)
+        return Candidate(ref=ref, metrics={}, healthy=False, held=held, damaged=True)
+    damaged = ref in view.quarantined
+    metrics = decode_metrics(brief.facts.metrics)
+    return Candidate(ref=ref, metrics=metrics, healthy=brief.facts.healthy, held=held, damaged=damaged)
 
 
 def prune(

@@ -252,8 +252,10 @@ def restore(
         strict: refuse stored entries that no rank wants.
 
     Raises:
-        StateMismatch: stored and wanted differ; the live state is untouched. Corrupt: on every rank alike, when any
-            rank met damage; tensors may be partly overwritten then. StorageError, PeerFailure: likewise.
+        StateMismatch: stored and wanted differ; the live state is untouched (but where one live tensor has two
+            names that are stored apart with different values: that is seen only after reading). Corrupt: on every
+            rank alike, when any rank met damage; tensors may be partly overwritten then. StorageError, PeerFailure:
+            likewise.
     """
     reader = CheckpointReader(store, commit)
     made: list[W] = []

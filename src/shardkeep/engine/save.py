@@ -15,9 +15,9 @@ from msgspec import Struct
 
 from shardkeep.engine.environment import describe_environment
 from shardkeep.engine.planning import Agreed, PlanCache, agree_plan
-from shardkeep.engine.run import WRITER, list_generations, now
+from shardkeep.engine.run import WRITER, list_generations, now, read_generation, read_run_id
 from shardkeep.engine.writer import remove_quietly, write_part
-from shardkeep.errors import AlreadyExists, BarrierTimeout, Fenced, PeerFailure
+from shardkeep.errors import AlreadyExists, BarrierTimeout, Fenced, NotFound, PeerFailure, StorageError, UsageError
 from shardkeep.format.hf_index import encode_hf_index
 from shardkeep.format.names import (
     COMMIT_RECORD,
@@ -75,11 +75,13 @@ class Committed(Struct, frozen=True, kw_only=True):
 class Saver:
     """Saves checkpoints of one generation of one run. All ranks call `save` alike, one at a time."""
 
-    def __init__(self, store: Store, group: Group, *, run_id: str, generation: int) -> None:
+    def __init__(self, store: Store, group: Group, *, run_id: str, generation: int, start: int = 0) -> None:
+        """Take the run, this start's generation, and the step that it resumed from."""
         self._store = store
         self._group = group
         self._run_id = run_id
         self._generation = generation
+        self._newest = start
         self._cache = PlanCache()
         self._shards: tuple[object, list[ShardPlan]] | None = None
 
@@ -91,7 +93,8 @@ class Saver:
             capture: takes this rank's state apart.
 
         Raises:
-            Fenced: a later generation owns the run. AlreadyExists: this generation committed the step before.
+            Fenced: a later generation owns the run, or the root is another run's now. AlreadyExists: this generation
+            committed the step before. UsageError: the step lies before that of the resume or of the last save.
             StateMismatch, UnsupportedState: the state cannot be saved; nothing was written.
             StorageError: this rank could not write. PeerFailure: another rank failed, and why.
             The live state is untouched in every case, and the same step can be saved again.
@@ -125,10 +128,19 @@ class Saver:
                 beside = [HF_INDEX, *sorted(options.assets)] if self._group.rank == 0 else []
                 remove_quietly(self._store, ref, [*names, *beside])
             raise
+        self._newest = step
         return msgspec.json.decode(verdict, type=Committed)
 
     def _choose_attempt(self, step: int) -> int:
         """Return the number of a try whose folder nothing was ever written to."""
+        if step < self._newest:
+            raise UsageError(
+                f"step {step}: this start is at step {self._newest} already, and the next one would go on from "
+                "there, not from what is saved now",
+                step=step,
+                advice="count on from manager.step, as manager.steps() does, or begin with resume(state, fresh=True)",
+            )
+        self._check_root(step)
         newest = max(list_generations(self._store), default=0)
         if newest > self._generation:
             raise Fenced(
@@ -149,6 +161,29 @@ class Saver:
                     advice="save a later step, or start the job again: each start has folders of its own",
                 )
         return max((ref.attempt for ref in tries), default=0) + 1
+
+    def _check_root(self, step: int) -> None:
+        """Raise unless the root still is that of this run: it may have been removed, unmounted or exchanged."""
+        url = self._store.url
+        try:
+            found = read_run_id(self._store)
+            owner = read_generation(self._store, self._generation).run_id
+        except NotFound:
+            found = owner = None
+        if found is None:
+            raise StorageError(
+                f"{url}: generation {self._generation}, which this process claimed there, is gone: the root was "
+                "removed or is not mounted; what is saved there now could not be resumed",
+                retryable=False,
+                step=step,
+                advice=f"bring the root back (findmnt -T {url}), or start the job again",
+            )
+        if (found, owner) != (self._run_id, self._run_id):
+            raise Fenced(
+                f"{url} holds another run ({found}) than the one that this process began there ({self._run_id})",
+                step=step,
+                advice="stop this process, and give each run a root of its own",
+            )
 
     def _plan_shards(self, agreed: Agreed) -> list[ShardPlan]:
         per_rank = frozenset(agreed.table.per_rank)

@@ -16,7 +16,7 @@ from shardkeep.events import Event, EventSink, LogSink
 from shardkeep.format.names import StepRef, is_asset
 from shardkeep.manager.guards import Guards
 from shardkeep.manager.overrides import Overrides
-from shardkeep.manager.policies import Steps
+from shardkeep.manager.policies import Steps, as_number
 from shardkeep.manager.proof import ReplayProof
 from shardkeep.manager.resume import Claim, ResumeReport, claim_next, resume_run
 from shardkeep.manager.watch import WatchedSink, find_watch
@@ -171,7 +171,8 @@ class CheckpointManager:
 
     def _own(self, claim: Claim) -> ReplayProof:
         self._claim = claim
-        self._saver = Saver(self._store, self.group, run_id=claim.run_id, generation=claim.generation)
+        start = claim.parent.step if claim.parent is not None else 0
+        self._saver = Saver(self._store, self.group, run_id=claim.run_id, generation=claim.generation, start=start)
         self._proof = ReplayProof(
             self._store,
             self.group,
@@ -223,13 +224,13 @@ class CheckpointManager:
         """
         self._step = step
         due = self._every is not None and self._every.is_due(step)
-        numbers = {name: _as_number(name, value) for name, value in metrics.items()} if due else {}
+        numbers = {name: as_number(name, value) for name, value in metrics.items()} if due else {}
         if self._proof is not None:
             self._proof.take(step, state, metrics, extra=numbers)
         if self._guards is not None:
             self._guards.at_step(state)
         if self._watch is not None:
-            self._watch.take(step, state, {name: _as_number(name, value) for name, value in metrics.items()})
+            self._watch.take(step, state, {name: as_number(name, value) for name, value in metrics.items()})
         if not due:
             return False
         try:
@@ -270,7 +271,7 @@ class CheckpointManager:
             self._own(self._claim_first())
         assert self._saver is not None
         options = SaveOptions(
-            metrics={name: _as_number(name, value) for name, value in (metrics or {}).items()},
+            metrics={name: as_number(name, value) for name, value in (metrics or {}).items()},
             healthy=healthy,
             assets=self._assets,
             overrides=self._overrides,
@@ -318,7 +319,7 @@ class CheckpointManager:
             return
         try:
             view = scan_run(self._store)
-            if view is not None and view.head == self._claim.generation:
+            if view is not None and (view.run_id, view.head) == (self._claim.run_id, self._claim.generation):
                 plan = plan_prune(self._store, view, keep, live=self._claim.generation)
                 removed = prune(self._store, plan, view, self._events, by_generation=self._claim.generation)
                 kept = [r.step for r, folder in view.folders.items() if folder.committed and r not in removed]
@@ -352,14 +353,3 @@ class CheckpointManager:
     def _say(self, name: str, text: str, *, level: str = "info", **fields: int) -> None:
         if self.group.rank == 0:
             self._events.emit(Event(name=name, level=level, text=text, fields=dict(fields)))
-
-
-def _as_number(name: str, value: Any) -> float:
-    """Return a metric as a float; a tensor of one element is read here, and only when saving."""
-    try:
-        return float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"metric {name!r}: expected one number, found {type(value).__name__}: {error}",
-            advice=f"give a number or a tensor of one element, such as {name}.mean()",
-        ) from None

@@ -18,6 +18,7 @@ from shardkeep.errors import AlreadyExists
 from shardkeep.events import LogSink
 from shardkeep.format.names import StepRef
 from shardkeep.format.records import CommitRecord
+from shardkeep.manager.policies import as_number
 from shardkeep.manager.resume import claim_next
 from shardkeep.ranks.base import Group
 from shardkeep.ranks.connect import connect
@@ -45,13 +46,14 @@ def save(
     """
     from shardkeep.state.capture import capture
 
+    numbers = {name: as_number(name, value) for name, value in (metrics or {}).items()}
     store = RetryingStore(open_store(root))
     group = connect()
     try:
         before = _check_free(store, group, overwrite)
         claim = claim_next(store, group, LogSink(), fresh=True, step=None)
         saver = Saver(store, group, run_id=claim.run_id, generation=claim.generation)
-        saved = saver.save(step, lambda: capture(state), SaveOptions(metrics=dict(metrics or {})))
+        saved = saver.save(step, lambda: capture(state), SaveOptions(metrics=numbers))
         if before and group.rank == 0:
             _remove_replaced(store, claim.run_id, claim.generation, before)
         return saved.ref

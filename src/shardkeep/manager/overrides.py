@@ -11,7 +11,7 @@ Everything else (weights, moments, steps, other options) is restored as always.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from shardkeep.errors import UsageError
@@ -82,7 +82,8 @@ class Overrides:
             # A schedule sets its optimizer's rates when it is made: they are part of it.
             groups = getattr(getattr(part, "optimizer", None), "param_groups", [])
             self._rates += [(group, {k: group[k] for k in _RATES if k in group}) for group in groups]
-        return {name: value for name, value in self._state.items() if name not in self._left}
+        # Not a copy: a restore puts plain values anew into the table it is given, and that is the caller's.
+        return _Without(self._state, frozenset(self._left)) if self._left else self._state
 
     def accept(self, plan: Any, catalog: Any) -> Any:
         """Return a restore's plan that also accounts for what is stored of the parts that are not restored.
@@ -193,3 +194,30 @@ def _list(fields: Mapping[str, Any]) -> str:
 
 def _show(value: Any) -> str:
     return repr(value.item() if hasattr(value, "item") else value)
+
+
+class _Without(MutableMapping[str, Any]):
+    """A table without some of its names; what is set in it is set in the table."""
+
+    def __init__(self, table: Mapping[str, Any], left: frozenset[str]) -> None:
+        self._table = table
+        self._left = left
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._left:
+            raise KeyError(name)
+        return self._table[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        table: Any = self._table
+        table[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        table: Any = self._table
+        del table[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._table if name not in self._left)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -1,10 +1,12 @@
-"""When to save: a pure function of the step, so that all ranks decide alike without talking."""
+"""When to save, a pure function of the step, so that all ranks decide alike without talking; what a metric may be."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shardkeep.errors import UsageError
+from shardkeep.format.value_atoms import is_plain_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +25,16 @@ class Steps:
     def is_due(self, step: int) -> bool:
         """Say whether to save when `step` optimizer steps are done."""
         return step % self.count == 0
+
+
+def as_number(name: str, value: Any) -> float:
+    """Return a metric as a float; a tensor of one element is read here, and only when saving."""
+    if not isinstance(name, str) or not is_plain_text(name):
+        raise UsageError(f"metric {name!a}: expected a text as its name", advice="rename it")
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UsageError(
+            f"metric {name!r}: expected one number, found {type(value).__name__}: {error}",
+            advice=f"give a number or a tensor of one element, such as {name}.mean()",
+        ) from None

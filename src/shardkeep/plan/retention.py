@@ -66,20 +66,26 @@ def _is_count(value: object, minimum: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A committed step on the timeline, with what the rules look at."""
+    """A committed step on the timeline, with what the rules look at.
+
+    Attributes:
+        damaged: known not to be what was written; no rule counts on it, and none removes it.
+    """
 
     ref: StepRef
     metrics: Mapping[str, float]
     healthy: bool
     held: bool
+    damaged: bool = False
 
 
 def plan_removal(timeline: Sequence[Candidate], keep: Keep, *, parent: StepRef | None) -> tuple[StepRef, ...]:
     """Return the steps to remove, ascending.
 
-    Never among them: the newest one, the live generation's parent, the newest healthy one, a held one.
+    Never among them: the newest one, the live generation's parent, the newest healthy one, a held one, a damaged
+    one (which counts for no rule either: that is for a person to look at).
     """
-    ordered = sorted(timeline, key=lambda candidate: candidate.ref.step)
+    ordered = sorted((one for one in timeline if not one.damaged), key=lambda candidate: candidate.ref.step)
     if not ordered or (keep.last is None and keep.every is None and keep.best is None):
         return ()
     kept = {ordered[-1].ref}

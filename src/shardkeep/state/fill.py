@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -42,10 +43,10 @@ def plan_fill(
 ) -> Fill:
     """Plan how live tensors are filled, whether or not they share memory as the stored ones did.
 
-    Live tensors that are tied as stored are read once. Where views of a stored base are views of one live base in
-    the same way, the base is read in place; else into host memory, and `finish` spreads it. Live tensors that share
-    memory although the checkpoint holds them apart (tied, overlapping, or one that overlaps itself) must have been
-    equal there: they are read aside, and `finish` compares the bytes.
+    Live tensors that are tied as stored are read once. Views of a stored base that are views of one live base in the
+    same way are read in place; others into host memory, and `finish` spreads them. Live tensors that share memory
+    although the checkpoint holds them apart (tied, overlapping, or one that overlaps itself) must have been equal
+    there: they are read aside, and `finish` compares the bytes.
 
     Args:
         entries: the live tensors, under the names that they have there.
@@ -59,25 +60,20 @@ def plan_fill(
     reads: dict[str, LocalTensor] = {}
     puts: list[Callable[[], None]] = []
     checks: list[Callable[[], None]] = []
-    consumed: set[str] = set()
+    named = [(key, aliases.get(key, key), entry) for entry in entries for key in [entry.local.key]]
     by_base: dict[str, list[tuple[Entry, View]]] = {}
-    for entry in entries:
-        source = aliases.get(entry.local.key, entry.local.key)
-        consumed.update((entry.local.key, source))
+    for _, source, entry in named:
         if source in views:
             by_base.setdefault(views[source].base, []).append((entry, views[source]))
-    viewing = {entry.local.key for users in by_base.values() for entry, _ in users}
+    viewing = {key for key, source, _ in named if source in views}
     sharing = _find_sharing(entries, viewing)
     filled_by: dict[object, tuple[str, Entry]] = {}
-    for entry in entries:
-        key = entry.local.key
-        source = aliases.get(key, key)
+    for key, source, entry in named:
         if key in viewing:
             continue
         target = replace(entry.local, key=source)
-        earlier_source, earlier = filled_by.setdefault(
-            place_of(entry) or (id(entry.owner), entry.slot), (source, entry)
-        )
+        place = place_of(entry) or (id(entry.owner), entry.slot)
+        earlier_source, earlier = filled_by.setdefault(place, (source, entry))
         if earlier is not entry and earlier_source == source:
             continue
         if earlier is not entry or key in sharing:
@@ -85,25 +81,23 @@ def plan_fill(
             puts += [put] if key in sharing else []
             checks.append(check)
         reads[source] = _merge(reads.get(source), target)
-    live = deduplicate(entries) if by_base else None
-    for base, users in sorted(by_base.items()):
-        consumed.add(base)
-        keys = {entry.local.key for entry, _ in users}
-        alone = all(keys.issuperset(sharing.get(key, ())) for key in keys)
-        in_place = _find_live_base(live, stored[base], users) if live and alone else None
-        if in_place is not None:
-            reads[base] = in_place
-        else:
-            reads[base], spread, check = _read_base(stored[base], users, sharing, cast=cast)
-            puts.append(spread)
-            checks.append(check)
+    for local, steps in _plan_bases(entries, stored, by_base, sharing, cast=cast):
+        reads[local.key] = local
+        puts += steps[:1]
+        checks += steps[1:]
 
-    def finish() -> None:
+    consumed = {name for key, source, _ in named for name in (key, source)}
+    return Fill(
+        reads=tuple(reads[key] for key in sorted(reads)),
         # All bytes first: what is compared must be what the live tensors hold in the end.
-        for step in (*puts, *checks):
-            step()
+        finish=partial(_run_all, (*puts, *checks)),
+        consumed=frozenset(consumed | set(by_base)),
+    )
 
-    return Fill(reads=tuple(reads[key] for key in sorted(reads)), finish=finish, consumed=frozenset(consumed))
+
+def _run_all(steps: Sequence[Callable[[], None]]) -> None:
+    for step in steps:
+        step()
 
 
 def _find_sharing(entries: Sequence[Entry], viewing: Set[str]) -> dict[str, tuple[str, ...]]:
@@ -174,6 +168,27 @@ def _same_bytes(a: HostBytes, b: HostBytes) -> bool:
         if left != right:
             return False
     return True
+
+
+def _plan_bases(
+    entries: Sequence[Entry],
+    stored: Mapping[str, StoredTensor],
+    by_base: Mapping[str, Sequence[tuple[Entry, View]]],
+    sharing: Mapping[str, Sequence[str]],
+    *,
+    cast: bool,
+) -> Iterator[tuple[LocalTensor, tuple[Callable[[], None], ...]]]:
+    """Yield a target for each stored base, with what spreads it and the check; neither where it is read in place."""
+    live = deduplicate(entries) if by_base else None
+    for base, users in sorted(by_base.items()):
+        keys = {entry.local.key for entry, _ in users}
+        alone = all(keys.issuperset(sharing.get(key, ())) for key in keys)
+        in_place = _find_live_base(live, stored[base], users) if live and alone else None
+        if in_place is not None:
+            yield in_place, ()
+        else:
+            local, *steps = _read_base(stored[base], users, sharing, cast=cast)
+            yield local, tuple(steps)
 
 
 def _find_live_base(

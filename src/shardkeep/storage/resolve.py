@@ -22,7 +22,7 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     Raises:
         UsageError: another scheme, or no path at all.
     """
-    text = os.fspath(url)
+    text = os.fspath(url) if isinstance(url, str | os.PathLike) else url
     if not isinstance(text, str) or not text or "\0" in text:
         raise UsageError(f"url {text!r}: expected {_SUPPORTED}", advice="give the folder of the run")
     scheme = _SCHEME.match(text)

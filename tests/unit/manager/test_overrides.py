@@ -107,3 +107,16 @@ def test_a_field_that_is_not_stored_is_a_mismatch_and_nothing_is_restored(store:
         manage(store).resume(state, override={"scheduler/stride": 1})
     assert state["optimizer"].param_groups[0]["lr"] == 0.7
     assert not state["optimizer"].state
+
+
+@pytest.mark.parametrize("override", [{}, {"optimizer/lr": 0.01}, {"scheduler": "live"}, {"data": {"shards": 4}}])
+def test_plain_values_come_back_in_the_callers_own_table(store: MemoryStore, override: dict[str, Any]) -> None:
+    """What is set anew is set in the table that was given, whatever else is overridden."""
+    state = make_state(0.7)
+    state["note"] = "third"
+    if "scheduler" in override:
+        override = {"scheduler": state["scheduler"]}
+    data = state["data"]
+    manage(store).resume(state, override=override)
+    assert state["note"] == "first"
+    assert state["data"] is data or "data" in override

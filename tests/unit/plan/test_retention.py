@@ -100,3 +100,13 @@ def test_rules_that_cannot_be(fields: dict[str, Any]) -> None:
 def test_best_that_cannot_be(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"Best\(metric="):
         Best(**fields)
+
+
+def test_damaged_steps_neither_count_nor_go() -> None:
+    """Two damaged steps after a good one: the last two to keep are the last two good ones."""
+    steps = [
+        Candidate(ref=StepRef(at, 1), metrics={}, healthy=True, held=False, damaged=at in (3, 4))
+        for at in (1, 2, 3, 4)
+    ]
+    assert plan_removal(steps, Keep(last=2), parent=None) == ()
+    assert plan_removal(steps, Keep(last=1), parent=None) == (StepRef(1, 1),)
