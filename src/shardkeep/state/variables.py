@@ -49,6 +49,8 @@ class VariableReader:
         self._state = state
         self._known = set(_iter_known(state))
         self._digests: dict[int, str] = {}
+        # What is looked into right now: an object that refers to itself is named once.
+        self._above: list[int] = []
 
     def read(self, frame: FrameType | None) -> None:
         """Look at a frame and those that called it; a variable at the top of a script goes by its bare name."""
@@ -81,9 +83,11 @@ class VariableReader:
                 self.values.setdefault(name, repr(value.cursor))
             if (generator := getattr(value, "generator", None)) is not None:
                 self._take(f"{name}.generator", generator, depth + 1)
-        elif depth < _DEPTH:
+        elif depth < _DEPTH and id(value) not in self._above:
+            self._above.append(id(value))
             for part, child in self._children(value):
                 self._take(f"{name}{part}", child, depth + 1)
+            self._above.pop()
 
     def _children(self, value: Any) -> list[tuple[str, Any]]:
         """Return what is within a container or an object of the user's own class."""
