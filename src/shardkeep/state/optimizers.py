@@ -94,6 +94,7 @@ def capture_optimizer(draft: CaptureDraft, key: str, optimizer: Optimizer, names
         fields = {name: value for name, value in group.items() if name not in _NOT_FIELDS}
         groups.append(_pack(draft, f"{key}/groups/{index}", fields))
     draft.add_value(f"{key}/groups", groups)
+    draft.add_value(f"{key}/class", type(optimizer).__name__)
     shared = _shared(optimizer)
     if shared:
         draft.add_value(f"{key}/shared", _pack(draft, f"{key}/shared", shared))
@@ -179,6 +180,9 @@ def plan_optimizer(draft: RestoreDraft, key: str, optimizer: Optimizer, names: N
                 f"in group {parameter.group} here"
             )
         states.append((parameter, _plan_state(draft, key, parameter, record, optimizer)))
+    saved_by = draft.take_value(f"{key}/class")
+    if saved_by is not MISSING and saved_by != type(optimizer).__name__:
+        draft.miss(f"{key}: the checkpoint's is of class {saved_by!r}, the live one of {type(optimizer).__name__!r}")
     groups = _plan_groups(draft, key, optimizer)
     shared = _plan_optional(draft, f"{key}/shared", _shared(optimizer))
     extra = _plan_optional(draft, f"{key}/extra", {})

@@ -466,3 +466,15 @@ def test_hidden_state_is_refused() -> None:
     net = make_net()
     with pytest.raises(UnsupportedState, match=r"optimizer: ZeroRedundancyOptimizer"):
         capture({"model": net, "optimizer": ZeroRedundancyOptimizer(net.parameters(), lr=0.1)})
+
+
+def test_another_class_of_optimizer_is_refused_by_name() -> None:
+    """AdamW's moments would lie unused beside SGD, whose momentum would start anew without a word."""
+    net = nn.Linear(3, 2)
+    saved = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    saved.step()
+    kept = save({"model": net, "optimizer": saved})
+    other = torch.optim.SGD(net.parameters(), momentum=0.9)
+    with pytest.raises(StateMismatch, match="class 'AdamW', the live one of 'SGD'"):
+        load(kept, {"model": net, "optimizer": other})
