@@ -46,7 +46,7 @@ docs: install
 	$(BIN)/python -m pytest tests/docs $(ARGS)
 
 bench: install
-	$(BIN)/python benchmarks/core.py $(ARGS)
+	$(BIN)/shardkeep bench --size 3GiB --rounds 7 $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist build

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         NotFound,
         OutOfSpace,
         PeerFailure,
+        StateChanged,
         StateMismatch,
         StorageError,
         Throttled,
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
     from shardkeep.format.values import register_type
     from shardkeep.manager.manager import CheckpointManager
     from shardkeep.manager.oneoff import load, open, save
-    from shardkeep.manager.policies import Steps
+    from shardkeep.manager.policies import Minutes, Steps
+    from shardkeep.manager.preempt import EXIT_REQUEUE, Preemption
     from shardkeep.manager.resume import ResumeReport
+    from shardkeep.manager.tiers import Tier
     from shardkeep.plan.retention import Best, Keep
     from shardkeep.state.ddp import exact_ddp
     from shardkeep.state.gradients import Gradients
@@ -67,6 +70,7 @@ _HOMES = {
         "NotFound",
         "OutOfSpace",
         "PeerFailure",
+        "StateChanged",
         "StateMismatch",
         "StorageError",
         "Throttled",
@@ -78,8 +82,10 @@ _HOMES = {
     "format.values": ("register_type",),
     "manager.manager": ("CheckpointManager",),
     "manager.oneoff": ("load", "open", "save"),
-    "manager.policies": ("Steps",),
+    "manager.policies": ("Minutes", "Steps"),
+    "manager.preempt": ("EXIT_REQUEUE", "Preemption"),
     "manager.resume": ("ResumeReport",),
+    "manager.tiers": ("Tier",),
     "plan.retention": ("Best", "Keep"),
     "state.ddp": ("exact_ddp",),
     "state.gradients": ("Gradients",),
@@ -97,8 +103,12 @@ __all__ = [
     "Shuffle",
     "Pack",
     "Steps",
+    "Minutes",
+    "Preemption",
+    "EXIT_REQUEUE",
     "Keep",
     "Best",
+    "Tier",
     "save",
     "load",
     "open",
@@ -118,6 +128,7 @@ __all__ = [
     "NotCommitted",
     "IncompatibleFormat",
     "StateMismatch",
+    "StateChanged",
     "UnsupportedState",
     "Corrupt",
     "Unrecoverable",

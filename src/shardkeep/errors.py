@@ -7,6 +7,7 @@ CheckpointError                         2
 ├── IncompatibleFormat                  12
 ├── StateMismatch                       13
 ├── UnsupportedState                    14
+├── StateChanged                        15
 ├── Corrupt                             20
 ├── Unrecoverable                       21
 ├── StorageError                        30
@@ -106,6 +107,12 @@ class UnsupportedState(CheckpointError):
     exit_code = 14
 
 
+class StateChanged(CheckpointError):
+    """The live state was changed while it was being copied in overlap mode; that checkpoint was given up."""
+
+    exit_code = 15
+
+
 class Corrupt(CheckpointError):
     """Bytes are not what was written: digest, size, header or a missing shard."""
 
@@ -172,8 +179,9 @@ class PeerFailure(CheckpointError):
 
     @property
     def transient(self) -> bool:
-        """Whether only storage or peers failed, so that a later try may succeed."""
-        return all(code in (StorageError.exit_code, PeerFailure.exit_code) for code in self.exit_codes.values())
+        """Whether only storage, peers or the moment failed, so that a later try may succeed."""
+        passing = (StorageError.exit_code, PeerFailure.exit_code, StateChanged.exit_code)
+        return all(code in passing for code in self.exit_codes.values())
 
 
 class BarrierTimeout(PeerFailure):

@@ -150,7 +150,7 @@ def test_no_command_shows_the_help_as_a_usage_error() -> None:
         (("verify", "x", "--step", "many"), "expected a step number"),
         (("verify", "x@10", "--step", "20"), "given twice"),
         (("ls", ""), "expected a path"),
-        (("ls", "s3://bucket/run"), "there is no store for 's3'"),
+        (("ls", "ftp://bucket/run"), "there is no store for 'ftp'"),
     ],
 )
 def test_usage_errors_exit_with_64_and_say_what_to_type(arguments: tuple[str, ...], text: str) -> None:

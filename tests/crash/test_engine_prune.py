@@ -290,7 +290,7 @@ def test_a_stale_job_harms_nothing_and_is_told() -> None:
     assert new.resume(make_state(1)).step == 10
     with pytest.raises(Fenced):
         save_at(old, 20)
-    old._retain(Keep(last=0))
+    old._places.retention.sweep(Keep(last=0))
     save_at(new, 20)
     view = scan_run(disk)
     assert view is not None

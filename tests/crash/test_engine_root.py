@@ -69,7 +69,7 @@ def test_a_root_that_became_another_runs_is_left_alone(tmp_path: Path) -> None:
     shutil.copytree(other, mine)
     with pytest.raises(Fenced, match="holds another run"):
         save_at(manager, 30)
-    manager._retain(Keep(last=1))
+    manager._places.retention.sweep(Keep(last=1))
     assert committed(PosixStore(mine)) == before == [20, 21]
     state = make_state(1)
     assert manage(PosixStore(mine)).resume(state).step == 21

@@ -13,7 +13,7 @@ from tests.support.tables import count_cover, guillotine_tilings, held, holding,
 from shardkeep.plan.checks import check_table
 from shardkeep.plan.coverage import find_coverage_problem
 from shardkeep.plan.owners import iter_pieces
-from shardkeep.plan.reads import Segment, iter_segments, iter_view_segments, plan_ranges
+from shardkeep.plan.reads import Segment, iter_segments, plan_ranges
 from shardkeep.plan.shards import describe_shards, plan_all_outgoing, plan_outgoing, plan_own_outgoing, plan_shards
 from shardkeep.plan.structure import Holding, decode_structure, digest_table, encode_structure, plan_layout
 from shardkeep.spec.chunks import Chunk, intersect
@@ -196,25 +196,6 @@ def test_segments_move_what_both_chunks_hold(
     )
     common = intersect(stored, wanted)
     assert sum(segment.length for segment in segments) == (common.numel if common else 0) * itemsize
-
-
-@given(st.data(), st.lists(st.integers(0, 4), max_size=4), st.sampled_from([1, 2, 4, 8]))
-@settings(max_examples=200)
-def test_view_segments_gather_what_numpy_would(data: st.DataObject, shape: list[int], itemsize: int) -> None:
-    strides = [data.draw(st.integers(0, 6)) for _ in shape]
-    offset = data.draw(st.integers(0, 10))
-    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
-    base = np.arange(offset + (last + 1) * itemsize, dtype=np.uint32)
-    steps = [4 * itemsize * s for s in strides]
-    expected = np.lib.stride_tricks.as_strided(base[offset:], (*shape, itemsize), (*steps, 4)).ravel()
-    target = np.zeros(math.prod(shape) * itemsize, np.uint32)
-    at = 0
-    for segment in iter_view_segments(tuple(shape), tuple(strides), offset, itemsize):
-        assert segment.target == at
-        at += segment.length
-        target[segment.target : at] = base[segment.source : segment.source + segment.length]
-    assert at == len(target)
-    assert (target == expected).all()
 
 
 @given(

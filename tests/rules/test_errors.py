@@ -65,6 +65,7 @@ def test_exit_codes_stay() -> None:
         "IncompatibleFormat": 12,
         "StateMismatch": 13,
         "UnsupportedState": 14,
+        "StateChanged": 15,
         "Corrupt": 20,
         "Unrecoverable": 21,
         "StorageError": 30,

@@ -13,6 +13,7 @@ PUBLIC = {
     "CheckpointManager",
     "Corrupt",
     "Denied",
+    "EXIT_REQUEUE",
     "Event",
     "EventSink",
     "Filter",
@@ -20,6 +21,7 @@ PUBLIC = {
     "Gradients",
     "IncompatibleFormat",
     "Keep",
+    "Minutes",
     "Mixture",
     "NotBitExact",
     "NotCommitted",
@@ -28,15 +30,18 @@ PUBLIC = {
     "Pack",
     "PeerFailure",
     "PerRank",
+    "Preemption",
     "ResumableLoader",
     "ResumeReport",
     "Sharded",
     "Shuffle",
+    "StateChanged",
     "StateMismatch",
     "Steps",
     "StorageError",
     "StreamLoader",
     "Throttled",
+    "Tier",
     "Unrecoverable",
     "UnsupportedState",
     "UsageError",
@@ -56,11 +61,12 @@ def test_the_public_names_are_these_and_no_others() -> None:
 
 
 def test_every_public_name_is_there_and_documented() -> None:
-    for name in PUBLIC - {"__version__"}:
+    for name in PUBLIC - {"EXIT_REQUEUE", "__version__"}:
         value = getattr(shardkeep, name)
         assert value.__name__ == name
         assert value.__module__.startswith("shardkeep.")
         assert (value.__doc__ or "").strip(), name
+    assert shardkeep.EXIT_REQUEUE == 75
     assert shardkeep.__version__.count(".") >= 1
     assert set(dir(shardkeep)) >= PUBLIC
 

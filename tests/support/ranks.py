@@ -171,7 +171,7 @@ class Ranks:
         hung = [rank for rank in range(self.world_size) if rank not in self._outcomes]
         for rank in hung:
             if self._processes[rank].is_alive():
-                self.send_signal(rank, signal.SIGUSR1)
+                self.send_signal(rank, signal.SIGUSR2)
         if hung:
             time.sleep(_STACKS_WAIT_S)
         lines = []
@@ -253,7 +253,7 @@ def _serve_store(store: Literal["parent", "rank0"] | int) -> tuple[Any, int]:
 def _rank_main(plan: _Plan, pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     with open(Path(plan.folder) / f"stacks-{plan.rank}", "w") as stacks:
         faulthandler.enable(stacks)
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         os.environ.update(plan.env)
         _mark_pipe.append(pipe)
         began_s = time.monotonic()
@@ -267,7 +267,7 @@ def _rank_main(plan: _Plan, pipe: Connection, fn: Callable[..., Any], args: tupl
         outcome = Outcome(rank=plan.rank, value=value, error=error, trace=trace, seconds=seconds)
         pipe.send(("outcome", _sendable(outcome)))
         faulthandler.disable()
-        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.unregister(signal.SIGUSR2)
 
 
 def _run_in_world(plan: _Plan, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

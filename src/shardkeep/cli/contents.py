@@ -38,7 +38,9 @@ class Row:
 def list_checkpoint(commit: CommitRecord) -> list[Row]:
     """Return a checkpoint's tensors by key; reads nothing."""
     table = commit.facts.layout
-    rows = [_row(key, record, table) for key, record in table.tensors.items()]
+    # Thousands of tensors share a few layouts, each over thousands of ranks.
+    known: dict[tuple[object, ...], tuple[int, ...]] = {}
+    rows = [_row(key, record, table, known) for key, record in table.tensors.items()]
     for alias, target in table.aliases.items():
         record = table.tensors.get(target)
         if record is not None:
@@ -55,7 +57,10 @@ def list_checkpoint(commit: CommitRecord) -> list[Row]:
     return sorted(rows, key=lambda row: row.key)
 
 
-def _row(key: str, record: TensorRecord, table: LayoutTable) -> Row:
+def _row(key: str, record: TensorRecord, table: LayoutTable, known: dict[tuple[object, ...], tuple[int, ...]]) -> Row:
+    case = (record.shape, record.layout, record.owner, record.split)
+    if case not in known:
+        known[case] = tuple(sorted({rank for _, rank in iter_pieces(record, table)}))
     placement = "boxes" if record.layout.boxes else ",".join(record.layout.placements)
     if not record.layout.boxes and set(record.layout.placements) <= {"R"}:
         placement = "whole"
@@ -67,7 +72,7 @@ def _row(key: str, record: TensorRecord, table: LayoutTable) -> Row:
         role=record.role,
         placement=placement + (", and per rank" if key in table.per_rank else ""),
         size_bytes=math.prod(record.shape) * get_dtype(record.dtype).itemsize_bytes,
-        ranks=tuple(sorted({rank for _, rank in iter_pieces(record, table)})),
+        ranks=known[case],
     )
 
 

@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "prune": "Remove checkpoints by rule, and what failed saves left.",
     "rollback": "Make the next resume go on from an earlier step.",
     "audit": "Run a training command killed and unkilled, and compare.",
+    "bench": "Measure saves and loads against this machine and other libraries.",
     "demo": "Train, kill and resume a small model, and prove it exact.",
 }
 

@@ -13,7 +13,7 @@ from shardkeep.engine.run import RunView, scan_run
 from shardkeep.errors import NotFound, UsageError
 from shardkeep.format.names import StepRef, find_generation, find_step
 from shardkeep.storage.base import Store
-from shardkeep.storage.resolve import open_store
+from shardkeep.storage.resolve import is_remote, open_store
 from shardkeep.storage.retry import RetryingStore
 
 _STEP: Final = re.compile(r"(?:g(\d{1,9})/)?(?:step-)?(\d{1,15})(?:\.([1-9]\d{0,5}))?\Z", re.ASCII)
@@ -64,7 +64,8 @@ def parse_target(text: str) -> Target:
     root, _, folder = head.rpartition("/")
     generation = find_generation(folder)
     ref = find_step(generation, name) if generation is not None else None
-    if ref is not None and os.path.exists(os.path.join(root or ".", "run.json")):
+    # A service is not asked: no run lies in a folder with a step's name.
+    if ref is not None and (is_remote(root) or os.path.exists(os.path.join(root or ".", "run.json"))):
         return Target(
             url=root or ".", selection=Selection(step=ref.step, generation=ref.generation, attempt=ref.attempt)
         )

@@ -9,6 +9,7 @@ from typing import Final, Literal
 from shardkeep.engine.run import (
     RunView,
     StepFolder,
+    exists,
     is_void,
     list_generations,
     read_chain,
@@ -77,7 +78,8 @@ def list_timeline(store: Store) -> Listing:
     """
     run_id = _get_run_id(store)
     chain = read_chain(store, list_generations(store), run_id)
-    briefs = {ref: read_brief(store, ref, run_id) for ref in _iter_candidates(store, chain)}
+    limit_bytes = record_limit()
+    briefs = {ref: read_brief(store, ref, run_id, limit_bytes) for ref in _iter_candidates(store, chain)}
     parents = {number: record.parent for number, record in chain.items()}
     there = [ref for ref, (brief, problem) in briefs.items() if brief or problem]
     timeline = plan_timeline(parents, [ref for ref in there if not _is_pruned(store, ref, parents.values())])
@@ -115,7 +117,7 @@ def _find_runs(store: Store) -> list[str]:
     found = []
     try:
         for name in store.list_folders("")[:_LOOKED_AT]:
-            if any(info.key == f"{name}/run.json" for info in store.list_objects(f"{name}/run.json")):
+            if exists(store, f"{name}/run.json"):
                 found.append(name)
     except CheckpointError:
         return []  # a hint only
@@ -132,11 +134,14 @@ def _iter_candidates(store: Store, chain: dict[int, GenerationRecord]) -> Iterat
         limit = record.parent
 
 
-def read_brief(store: Store, ref: StepRef, run_id: str) -> tuple[CommitBrief | None, str | None]:
+def read_brief(
+    store: Store, ref: StepRef, run_id: str, limit_bytes: int | None = None
+) -> tuple[CommitBrief | None, str | None]:
     """Return what the commit record says, or what is wrong with it; neither when there is none."""
     key = ref.key(COMMIT_RECORD)
+    limit = record_limit() if limit_bytes is None else limit_bytes
     try:
-        brief = read_twice(lambda: decode_record(CommitBrief, store.get(key, limit_bytes=record_limit()), where=key))
+        brief = read_twice(lambda: decode_record(CommitBrief, store.get(key, limit_bytes=limit), where=key))
     except NotFound:
         return None, None
     except (Corrupt, IncompatibleFormat) as error:
@@ -148,11 +153,7 @@ def read_brief(store: Store, ref: StepRef, run_id: str) -> tuple[CommitBrief | N
 
 def _is_pruned(store: Store, ref: StepRef, parents: Collection[StepRef | None]) -> bool:
     """Say whether a step's removal was decided; the intent on a parent may have come too late (see `is_void`)."""
-    try:
-        store.head(ref.key(PRUNE_INTENT))
-    except NotFound:
-        return False
-    return not (ref in parents and is_void(store, ref))
+    return exists(store, ref.key(PRUNE_INTENT)) and not (ref in parents and is_void(store, ref))
 
 
 def _find_latest(timeline: tuple[StepRef, ...], quarantined: frozenset[StepRef]) -> StepRef | None:

@@ -7,7 +7,10 @@ coordinator merges, and every rank reads the one result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import contextlib
+import gc
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,10 +20,9 @@ from msgspec import Struct
 from shardkeep import knobs
 from shardkeep.engine.fingerprints import combine, find_differing, fingerprint_tensors
 from shardkeep.errors import StateMismatch, UsageError
-from shardkeep.format.records import LayoutTable, ValueHolder, ViewRecord
+from shardkeep.format.records import LayoutTable, RankValues, ValueHolder, ViewRecord
 from shardkeep.format.values import encode_value
-from shardkeep.plan.coverage import find_coverage_problem
-from shardkeep.plan.owners import iter_pieces
+from shardkeep.plan.coverage import CoverageProof
 from shardkeep.plan.structure import (
     HeldTensor,
     Holding,
@@ -62,6 +64,7 @@ class _Opening(Struct, kw_only=True):
 class _Details(Struct, kw_only=True, omit_defaults=True):
     structure: bytes = b""
     values: dict[str, str] = {}
+    own: tuple[str, ...] = ()
     fingerprints: dict[str, str] = {}
 
 
@@ -69,6 +72,7 @@ class _Merged(Struct, kw_only=True):
     table: LayoutTable | None
     holders: tuple[ValueHolder, ...]
     differing: tuple[str, ...]
+    per_rank: tuple[RankValues, ...]
     shard_limit_bytes: int
 
 
@@ -79,7 +83,7 @@ class Agreed:
     Attributes:
         digest: the plan digest, over the table and the world size.
         attempt: the number of this try at the step.
-        holders, differing: as in `format.records.Facts`.
+        holders, differing, per_rank: as in `format.records.Facts`.
         shard_limit_bytes: the coordinator's knob, so that all ranks cut alike.
         captured, values: this rank's state; its values also encoded.
     """
@@ -89,6 +93,7 @@ class Agreed:
     attempt: int
     holders: tuple[ValueHolder, ...]
     differing: tuple[str, ...]
+    per_rank: tuple[RankValues, ...]
     shard_limit_bytes: int
     captured: Captured
     values: dict[str, msgspec.Raw]
@@ -182,24 +187,30 @@ def agree_plan(
         values.update(encode_values(captured))
         details.structure = encode_structure(describe_structure(captured))
         details.values = digest_values(values, captured.per_rank_values)
+        details.own = tuple(sorted(captured.per_rank_values & values.keys()))
         if group.world_size > 1:
             details.fingerprints = fingerprint_tensors(captured.tensors, skip=cache.differing)
         summary = _Summary(
             step=step,
             plan=cache.digest,
             structure=xxhash.xxh3_128_hexdigest(details.structure),
-            values=xxhash.xxh3_128_hexdigest(msgspec.json.encode(details.values)),
+            values=xxhash.xxh3_128_hexdigest(msgspec.json.encode((details.values, details.own))),
             fingerprints=combine(details.fingerprints, cache.table),
         )
         return msgspec.json.encode(summary)
 
-    answer = group.agree("save.open", summarize, lambda found: _open(found, cache, choose_attempt))
+    def look() -> bytes:
+        with _without_collector():
+            return summarize()
+
+    answer = group.agree("save.open", look, lambda found: _open(found, cache, choose_attempt))
     opening = msgspec.json.decode(answer, type=_Opening)
     if opening.structure or opening.values:
         merged = _exchange(group, cache, opening, details)
-        holders, differing = merged.holders, merged.differing
+        holders, differing, own = merged.holders, merged.differing, merged.per_rank
     else:
         holders, differing = (ValueHolder(0, tuple(sorted(details.values))),), ()
+        own = _place_own([(tuple(range(group.world_size)), details.own)])
     assert cache.table is not None
     return Agreed(
         table=cache.table,
@@ -207,10 +218,26 @@ def agree_plan(
         attempt=opening.attempt,
         holders=holders,
         differing=differing,
+        per_rank=own,
         shard_limit_bytes=cache.shard_limit_bytes,
         values=values,
         captured=taken[0],
     )
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep the cyclic collector from walking a training process's whole heap while training stands still.
+
+    Taking a state apart makes many small objects, and no garbage: they would trigger it, for a tenth of a second.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _open(found: list[bytes], cache: PlanCache, choose_attempt: Callable[[], int]) -> bytes:
@@ -248,6 +275,7 @@ def _exchange(group: Group, cache: PlanCache, opening: _Opening, details: _Detai
     posted = _Details(
         structure=details.structure if _is_lowest(group.rank, opening.structure) else b"",
         values=details.values if _is_lowest(group.rank, opening.values) else {},
+        own=details.own if _is_lowest(group.rank, opening.values) else (),
         fingerprints=details.fingerprints if _is_lowest(group.rank, opening.fingerprints) else {},
     )
     verdict = group.agree(
@@ -280,7 +308,13 @@ def _merge(found: list[bytes], opening: _Opening, cache: PlanCache) -> bytes:
     holders, differing = _place_values([(ranks[0], details[ranks[0]].values) for ranks in opening.values])
     table = _merge_structures(details, opening, cache) if opening.structure else None
     return msgspec.json.encode(
-        _Merged(table=table, holders=holders, differing=differing, shard_limit_bytes=knobs.get_int("SHARD_BYTES"))
+        _Merged(
+            table=table,
+            holders=holders,
+            differing=differing,
+            per_rank=_place_own([(ranks, details[ranks[0]].own) for ranks in opening.values]),
+            shard_limit_bytes=knobs.get_int("SHARD_BYTES"),
+        )
     )
 
 
@@ -316,6 +350,25 @@ def _place_values(tables: list[tuple[int, dict[str, str]]]) -> tuple[tuple[Value
     return tuple(holders), tuple(find_differing(tables))
 
 
+def _place_own(classes: Sequence[tuple[Sequence[int], tuple[str, ...]]]) -> tuple[RankValues, ...]:
+    """Return which ranks keep which values for themselves, from the names that the ranks of each class have."""
+    found: dict[str, list[int]] = {}
+    for ranks, names in classes:
+        for name in names:
+            found.setdefault(name, []).extend(ranks)
+    alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
+    for name, ranks in sorted(found.items()):
+        alike.setdefault(_find_ranges(sorted(ranks)), []).append(name)
+    return tuple(RankValues(tuple(names), ranges) for ranges, names in alike.items())
+
+
+def _find_ranges(ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return ascending ranks as half-open ranges."""
+    edges = [at for at in range(1, len(ranks)) if ranks[at] != ranks[at - 1] + 1]
+    bounds = itertools.pairwise([0, *edges, len(ranks)])
+    return tuple((ranks[begin], ranks[end - 1] + 1) for begin, end in bounds)
+
+
 def prove_coverage(group: Group, table: LayoutTable) -> None:
     """Prove, split over the ranks by tensor, that the stored pieces tile every tensor.
 
@@ -325,12 +378,11 @@ def prove_coverage(group: Group, table: LayoutTable) -> None:
 
     def work() -> bytes:
         problems: list[str] = []
-        for at, (key, record) in enumerate(table.tensors.items()):
-            if at % group.world_size == group.rank:
-                chunks = [chunk for chunk, _ in iter_pieces(record, table)]
-                problem = find_coverage_problem(record.shape, chunks)
-                if problem:
-                    problems.append(f"{key}: {problem}")
+        proof = CoverageProof(table)
+        for key in itertools.islice(table.tensors, group.rank, None, group.world_size):
+            problem = proof.find_problem(table.tensors[key])
+            if problem:
+                problems.append(f"{key}: {problem}")
         if problems:
             raise StateMismatch(
                 "the ranks' chunks do not make whole tensors, so nothing was saved", problems=problems

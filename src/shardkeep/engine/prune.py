@@ -8,15 +8,16 @@ next prune; a step whose removal was decided is never loaded again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from shardkeep.engine.listing import read_brief
 from shardkeep.engine.run import WRITER, RunView, StepFolder, is_void, list_generations, scan_run
 from shardkeep.errors import AlreadyExists, Corrupt, Fenced
 from shardkeep.events import Event, EventSink
 from shardkeep.format.names import COMMIT_RECORD, PRUNE_INTENT, StepRef, find_part
-from shardkeep.format.records import PruneRecord, decode_metrics, encode_record
+from shardkeep.format.records import CommitBrief, PruneRecord, decode_metrics, encode_record
 from shardkeep.plan.retention import Candidate, Keep, plan_removal
 from shardkeep.storage.base import Store
 
@@ -44,17 +45,27 @@ class PrunePlan:
 
 
 def plan_prune(
-    store: Store, view: RunView, keep: Keep, *, live: int | None, protect: Sequence[int] = ()
+    store: Store,
+    view: RunView,
+    keep: Keep,
+    *,
+    live: int | None,
+    settled: int | None = None,
+    briefs: dict[StepRef, CommitBrief] | None = None,
 ) -> PrunePlan:
     """Decide what to remove, from what storage shows now. Removes nothing.
 
     Args:
-        live: the generation that is saving now and whose uncommitted tries, but for `protect`ed steps, are given
-            up; None when nobody saves (offline): then only older generations' tries are orphans.
+        live: the generation that is saving now and whose uncommitted tries are given up, those up to the step
+            `settled` (None: all; later ones may be under way); None when nobody saves (offline): then only older
+            generations' tries are orphans.
+        briefs: what is known of commit records, which never change; those that are read are added.
     """
     timeline = view.timeline
     parent = view.generations[view.head].parent if view.head else None
-    candidates = [_candidate(store, view, ref) for ref in timeline]
+    briefs = {} if briefs is None else briefs
+    # Without a rule nothing that counts is removed, whatever it is.
+    candidates = [_candidate(store, view, ref, briefs) for ref in timeline] if keep != Keep() else []
     steps = plan_removal(candidates, keep, parent=parent)
     unfinished = tuple(ref for ref, folder in view.folders.items() if folder.pruning)
     orphans = tuple(
@@ -62,15 +73,20 @@ def plan_prune(
         for ref, folder in view.folders.items()
         if not folder.committed
         and not folder.pruning
-        and (ref.generation < view.head or (live == view.head and ref.step not in protect))
+        and (ref.generation < view.head or (live == view.head and (settled is None or ref.step <= settled)))
     )
     sizes = sum(sum(view.folders[ref].files.values()) for ref in {*steps, *unfinished, *orphans})
     return PrunePlan(steps=steps, unfinished=unfinished, orphans=orphans, removed_bytes=sizes)
 
 
-def _candidate(store: Store, view: RunView, ref: StepRef) -> Candidate:
+def _candidate(store: Store, view: RunView, ref: StepRef, briefs: dict[StepRef, CommitBrief]) -> Candidate:
     held = ref in view.held
-    brief, _ = read_brief(store, ref, view.run_id)
+    brief = briefs.get(ref)
+    if brief is None:
+        brief, _ = read_brief(store, ref, view.run_id)
+        if brief is not None:
+            # Of thousands of parts nothing is needed here.
+            briefs[ref] = msgspec.structs.replace(brief, parts=())
     if brief is None:
         # A damaged record is for verify to report; retention neither counts on it nor rates it.
         return Candidate(ref=ref, metrics={}, healthy=False, held=held, damaged=True)

@@ -11,6 +11,7 @@ from functools import partial
 
 from shardkeep import knobs
 from shardkeep.engine.blocks import run_blocks
+from shardkeep.engine.phases import PhaseTimes
 from shardkeep.engine.run import read_twice, record_limit
 from shardkeep.errors import Corrupt, NotFound
 from shardkeep.format.digests import BLOCK_BYTES, LEAF_BYTES, DigestTable, find_bad_leaf, leaf_count
@@ -18,7 +19,7 @@ from shardkeep.format.names import StepRef, format_digests, format_part, is_shar
 from shardkeep.format.records import CommitRecord, PartRecord, decode_record
 from shardkeep.plan.reads import Segment, plan_ranges
 from shardkeep.spec.tensors import HostBytes
-from shardkeep.storage.base import Store
+from shardkeep.storage.base import CachingStore, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class PartReader:
         self.record = read_twice(lambda: _read_part(store, commit, rank))
         self._digests: DigestTable | None = None
         self._lock = threading.Lock()
+        self._not_in_memory: set[int] = set()
 
     @property
     def digests(self) -> DigestTable:
@@ -48,6 +50,18 @@ class PartReader:
             if self._digests is None:
                 self._digests = read_twice(self._read_digests)
             return self._digests
+
+    def read_cached(self, shard: int, begin: int, data: memoryview) -> bool:
+        """Fill `data` out of this host's memory, if the shard is there; return whether it did.
+
+        A shard that was not there once counts as cold: a restart on another machine does not ask for every block.
+        """
+        if shard in self._not_in_memory or not isinstance(self.store, CachingStore):
+            return False
+        if self.store.read_cached_into(self.ref.key(self.record.shards[shard].name), begin, data):
+            return True
+        self._not_in_memory.add(shard)
+        return False
 
     def _read_digests(self) -> DigestTable:
         key = self.ref.key(format_digests(self.rank))
@@ -125,11 +139,12 @@ class _Range:
     copies: Sequence[Copy]
 
 
-def read_copies(wanted: Iterable[tuple[PartReader, int, Sequence[Copy]]]) -> int:
+def read_copies(wanted: Iterable[tuple[PartReader, int, Sequence[Copy]]], spent: PhaseTimes | None = None) -> int:
     """Carry out copies and return the bytes read from storage.
 
     Args:
         wanted: per part and shard number, the copies out of that shard.
+        spent: takes the seconds of the phases `read`, `digest` and `copy`, added up over the threads.
 
     Raises:
         Corrupt: a leaf does not match its digest, twice; the message names shard, range and tensors. The targets
@@ -144,38 +159,55 @@ def read_copies(wanted: Iterable[tuple[PartReader, int, Sequence[Copy]]]) -> int
         for begin, end in plan_ranges([copy.segment for copy in ordered], size, LEAF_BYTES, BLOCK_BYTES):
             low, high = bisect_left(begins, begin - longest), bisect_right(begins, end - 1)
             tasks.append(_Range(reader, shard, begin, end, ordered[low:high]))
-    run_blocks(tasks, _read_range, thread_count=knobs.get_int("IO_THREADS"))
+    times = spent or PhaseTimes()
+    run_blocks(tasks, lambda task, block: _read_range(task, block, times), thread_count=knobs.get_int("IO_THREADS"))
     return sum(task.end - task.begin for task in tasks)
 
 
-def _read_range(task: _Range, block: memoryview) -> None:
+def _read_range(task: _Range, block: memoryview, spent: PhaseTimes) -> None:
     data = block[: task.end - task.begin]
-    read_verified(task.reader, task.shard, task.begin, data)
-    for copy in task.copies:
-        source, target, length = copy.segment.source, copy.segment.target, copy.segment.length
-        start, stop = max(source, task.begin), min(source + length, task.end)
-        if start < stop:
-            copy.data.copy_in(target + start - source, data[start - task.begin : stop - task.begin])
+    read_verified(task.reader, task.shard, task.begin, data, spent)
+    with spent.phase("copy"):
+        for copy in task.copies:
+            source, target, length = copy.segment.source, copy.segment.target, copy.segment.length
+            start, stop = max(source, task.begin), min(source + length, task.end)
+            if start < stop:
+                copy.data.copy_in(target + start - source, data[start - task.begin : stop - task.begin])
 
 
-def read_verified(reader: PartReader, shard: int, begin: int, data: memoryview) -> None:
+def read_verified(
+    reader: PartReader, shard: int, begin: int, data: memoryview, spent: PhaseTimes | None = None
+) -> None:
     """Fill `data` with a shard's bytes from the leaf boundary `begin` on, and check every leaf.
 
-    A mismatch is read a second time, so that a slip of the transport is not taken for damage.
+    What this host's memory holds is taken from there. A mismatch is read again from storage, so that a slip of the
+    transport, or of that memory, is not taken for damage.
+
+    Args:
+        spent: takes the seconds of the phases `read` and `digest`.
     """
+    times = spent or PhaseTimes()
     plan = reader.record.shards[shard]
     key = reader.ref.key(plan.name)
     first = begin // LEAF_BYTES
     digests = reader.digests.leaves(shard, first, first + leaf_count(len(data)))
+    with times.phase("read"):
+        in_memory = reader.read_cached(shard, begin, data)
+    if in_memory:
+        with times.phase("digest"):
+            if find_bad_leaf(data, digests) is None:
+                return
     bad: int | None = None
     for _ in range(2):
         try:
-            read_twice(partial(reader.store.read_into, key, begin, data))
+            with times.phase("read"):
+                read_twice(partial(reader.store.read_into, key, begin, data))
         except NotFound:
             raise Corrupt(
                 f"{key}: missing, though {reader.ref} is committed", step=reader.ref.step, rank=reader.rank
             ) from None
-        bad = find_bad_leaf(data, digests)
+        with times.phase("digest"):
+            bad = find_bad_leaf(data, digests)
         if bad is None:
             return
     assert bad is not None

@@ -227,6 +227,13 @@ def list_step_folders(store: Store, number: int) -> dict[StepRef, StepFolder]:
     return {ref: StepFolder(ref=ref, files=found) for ref, found in sorted(files.items())}
 
 
+def list_step_files(store: Store, ref: StepRef) -> dict[str, int]:
+    """Return the files of one try: name -> size; none where there is no such folder."""
+    prefix = f"{ref.folder}/"
+    found = {info.key[len(prefix) :]: info.size_bytes for info in store.list_objects(prefix)}
+    return {name: size for name, size in found.items() if "/" not in name}
+
+
 def read_marks(store: Store) -> tuple[frozenset[StepRef], frozenset[StepRef]]:
     """Return the steps that a mark calls quarantined, and those held; by the marks' names alone."""
     found: dict[str, set[StepRef]] = {}
@@ -300,10 +307,20 @@ def claim_generation(
     raise UsageError(f"{store.url}: 64 other starts of this run claimed a generation first", advice="start again")
 
 
+def exists(store: Store, key: str) -> bool:
+    """Say whether there is an object of this key: one request, however many objects lie beside it."""
+    try:
+        store.head(key)
+    except NotFound:
+        return False
+    return True
+
+
 def stands(store: Store, ref: StepRef) -> bool:
     """Say whether a step is committed now and nobody is removing it."""
-    names = {info.key for info in store.list_objects(f"{ref.folder}/")}
-    return ref.key(COMMIT_RECORD) in names and (ref.key(PRUNE_INTENT) not in names or is_void(store, ref))
+    # ORDER: the intent first. A pruner writes it before it removes the commit record, and removes it last.
+    intended = exists(store, ref.key(PRUNE_INTENT)) and not is_void(store, ref)
+    return not intended and exists(store, ref.key(COMMIT_RECORD))
 
 
 def is_void(store: Store, ref: StepRef) -> bool:

@@ -1,49 +1,51 @@
 """One save: plan, write every rank's part, commit.
 
-The life of a save, on every rank: capture -> agree on the plan -> stream own shards -> digests -> part -> receipt;
-the coordinator, with all receipts: commit record. Only that last write makes the checkpoint exist.
+The life of a save, on every rank: capture -> agree on the plan -> [stage] -> write own shards -> digests -> part ->
+receipt; the coordinator, with all receipts: commit record. Only that last write makes the checkpoint exist.
+A staged save goes on from there in a thread of its own, over a control channel of its own.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import msgspec
 from msgspec import Struct
 
-from shardkeep.engine.environment import describe_environment
+from shardkeep.engine.arena import Arena
+from shardkeep.engine.attempt import choose_attempt
+from shardkeep.engine.contents import make_commit, make_facts, make_index
+from shardkeep.engine.flight import Flight, forget_frames
+from shardkeep.engine.phases import PhaseTimes
 from shardkeep.engine.planning import Agreed, PlanCache, agree_plan
-from shardkeep.engine.run import WRITER, list_generations, now, read_generation, read_run_id
-from shardkeep.engine.writer import remove_quietly, write_part
-from shardkeep.errors import AlreadyExists, BarrierTimeout, Fenced, NotFound, PeerFailure, StorageError, UsageError
-from shardkeep.format.hf_index import encode_hf_index
+from shardkeep.engine.run import WRITER
+from shardkeep.engine.staging import StagedState, place_images
+from shardkeep.engine.writer import ShardFile, remove_quietly, write_part
+from shardkeep.errors import BarrierTimeout, CheckpointError, PeerFailure, StorageError
 from shardkeep.format.names import (
     COMMIT_RECORD,
     HF_INDEX,
     StepRef,
     check_step,
-    find_step,
     format_digests,
-    format_generation,
     format_part,
 )
 from shardkeep.format.records import (
-    CommitRecord,
     Facts,
     FileRecord,
-    LayoutTable,
     PartRecord,
-    PartSummary,
     StepChain,
-    encode_metrics,
     encode_record,
 )
-from shardkeep.plan.shards import ShardPlan, plan_all_outgoing, plan_outgoing, plan_own_outgoing, plan_shards
+from shardkeep.plan.shards import ShardPlan, plan_outgoing, plan_own_outgoing, plan_shards
 from shardkeep.ranks.base import Group
 from shardkeep.spec.tensors import Captured
 from shardkeep.storage.base import Store
+
+_NOTHING: Final = Captured(tensors=(), aliases={}, values={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +68,51 @@ class SaveOptions:
 
 
 class Committed(Struct, frozen=True, kw_only=True):
-    """What a save made, as every rank learns it: a few bytes, whatever the model and the number of ranks."""
+    """What a save made, as every rank learns it: a few bytes, whatever the model and the number of ranks.
+
+    Attributes:
+        place: which of the stores that the save was given took it.
+        seconds: this rank's time by phase; `copy`, `digest`, `write` and `sync` are added up over its threads.
+    """
 
     ref: StepRef
     shard_bytes: int
+    place: int = 0
+    seconds: Mapping[str, float] = msgspec.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """A save whose plan is agreed."""
+
+    ref: StepRef
+    agreed: Agreed
+    options: SaveOptions
+    spent: PhaseTimes
 
 
 class Saver:
-    """Saves checkpoints of one generation of one run. All ranks call `save` alike, one at a time."""
+    """Saves checkpoints of one generation of one run. All ranks make the same calls, and one save at a time.
 
-    def __init__(self, store: Store, group: Group, *, run_id: str, generation: int, start: int = 0) -> None:
-        """Take the run, this start's generation, and the step that it resumed from."""
+    Attributes:
+        flight: the last save that was staged, until `close`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        group: Group,
+        *,
+        run_id: str,
+        generation: int,
+        start: int = 0,
+        passed_over: Callable[[Store, CheckpointError], None] = lambda store, error: None,
+    ) -> None:
+        """Take the run, this start's generation, and the step that it resumed from.
+
+        `passed_over` is told of each store that did not take a save which another one is tried for.
+        """
+        self._passed_over = passed_over
         self._store = store
         self._group = group
         self._run_id = run_id
@@ -84,13 +120,30 @@ class Saver:
         self._newest = start
         self._cache = PlanCache()
         self._shards: tuple[object, list[ShardPlan]] | None = None
+        self._index: tuple[object, bytes | None] | None = None
+        self._arena = Arena()
+        self._channel: Group | None = None
+        self.flight: Flight[Committed] | None = None
 
-    def save(self, step: int, capture: Callable[[], Captured], options: SaveOptions) -> Committed:
+    def prepare(self, capture: Callable[[], Captured]) -> None:
+        """Agree on the plan and make the memory for `stage` ready in the background, ahead of the first save.
+
+        Raises:
+            StateMismatch, UnsupportedState: the state could not be saved as it is. PeerFailure.
+        """
+        agreed = agree_plan(self._group, self._cache, 0, capture, lambda: 0)
+        self._get_channel()
+        self._arena.prepare(place_images(self._plan_shards(agreed))[1])
+
+    def save(
+        self, step: int, capture: Callable[[], Captured], options: SaveOptions, *, stores: Sequence[Store] = ()
+    ) -> Committed:
         """Save one checkpoint; on return on any rank it is committed and durable.
 
         Args:
             step: optimizer steps done; equal on all ranks.
             capture: takes this rank's state apart.
+            stores: where to; each further one is tried when storage failed in those before. By default the run's.
 
         Raises:
             Fenced: a later generation owns the run, or the root is another run's now. AlreadyExists: this generation
@@ -99,91 +152,183 @@ class Saver:
             StorageError: this rank could not write. PeerFailure: another rank failed, and why.
             The live state is untouched in every case, and the same step can be saved again.
         """
+        draft = self._open(step, capture, options)
+        return self._deliver(self._group, draft, lambda: self._make_files(draft.agreed), stores)
+
+    def stage(
+        self,
+        step: int,
+        capture: Callable[[], Captured],
+        options: SaveOptions,
+        *,
+        stores: Sequence[Store] = (),
+        confirm: Callable[[], None] = lambda: None,
+        ended: Callable[[Committed | BaseException], None] = lambda end: None,
+    ) -> Flight[Committed]:
+        """Copy this rank's state into host memory and write it from there in the background.
+
+        On return every tensor is copied that the capture does not name as deferred; those are copied next, and
+        the flight says when (`wait_staged`). Durable is the checkpoint when `flight.wait()` returns.
+
+        Args:
+            step, capture, stores: as for `save`.
+            confirm: called in the background when all is written, before this rank says so: raises StateChanged when
+                a deferred tensor did not stay as it was until it was copied.
+            ended: called in the background with what `flight.wait()` returns or raises, before that returns; it
+                must not raise.
+
+        Raises:
+            UsageError, Fenced, AlreadyExists, StateMismatch, UnsupportedState, PeerFailure: as `save`, before
+            anything is staged. What goes wrong later is raised by `flight.wait()`, on every rank.
+        """
+        if self.flight is not None:
+            self.flight.wait_ended()  # its images lie where this one's will
+        draft = self._open(step, capture, options)
+        channel = self._get_channel()
+        staged = StagedState(draft.agreed.captured.deferred)
+        try:
+            with draft.spent.phase("stage"):
+                staged.copy_first(self._make_files(draft.agreed), self._arena)
+        except BaseException as error:  # noqa: BLE001  # goes on to all ranks, which otherwise would wait for this one
+            staged.error = error
+        # From here on only the images count: a model that is deleted meanwhile gives its memory back.
+        draft = replace(draft, agreed=replace(draft.agreed, captured=_NOTHING))
+
+        def fly(flight: Flight[Committed]) -> Committed:
+            try:
+                committed = self._deliver(channel, draft, lambda: staged.finish(flight, draft.spent), stores, confirm)
+            except BaseException as error:
+                forget_frames(error)
+                ended(error)
+                raise
+            finally:
+                staged.release()
+                if not threading.main_thread().is_alive():
+                    channel.close()  # nobody else will; rank 0 stays until the others know
+            ended(committed)
+            return committed
+
+        self.flight = flight = Flight(draft.ref, fly)
+        flight.start()
+        if staged.error is not None and not isinstance(staged.error, Exception):
+            flight.wait_ended()
+            self.flight = None  # what became of it is said here
+            raise staged.error
+        return flight
+
+    def close(self) -> None:
+        """Give back memory and connections, once a flight under way has ended. Harmless twice."""
+        if self.flight is not None:
+            self.flight.wait_ended()
+            self.flight = None
+        self._arena.close()
+        if self._channel is not None:
+            self._channel.close()
+
+    def _get_channel(self) -> Group:
+        """Return the group that the background talks through (collective the first time)."""
+        if self._channel is None:
+            self._channel = self._group.clone()
+        return self._channel
+
+    def _open(self, step: int, capture: Callable[[], Captured], options: SaveOptions) -> _Draft:
         check_step(step)
-        agreed = agree_plan(self._group, self._cache, step, capture, lambda: self._choose_attempt(step))
+        spent = PhaseTimes()
+        with spent.phase("plan"):
+            agreed = agree_plan(self._group, self._cache, step, capture, lambda: self._choose(step))
         ref = StepRef(step=step, generation=self._generation, attempt=agreed.attempt)
+        return _Draft(ref=ref, agreed=agreed, options=options, spent=spent)
+
+    def _deliver(
+        self,
+        group: Group,
+        draft: _Draft,
+        get_files: Callable[[], list[ShardFile]],
+        stores: Sequence[Store],
+        confirm: Callable[[], None] = lambda: None,
+    ) -> Committed:
+        """Write and commit in the first of the stores that takes it; all ranks try them alike."""
+        files: list[ShardFile] = []
+
+        def get_again() -> list[ShardFile]:
+            if not files:
+                files.extend(get_files())
+            for file in files:
+                file.rewind()
+            return files
+
+        places = list(enumerate(stores or [self._store]))
+        for place, store in places[:-1]:
+            try:
+                return self._write(group, draft, store, place, get_again, confirm)
+            except (StorageError, PeerFailure) as error:
+                if isinstance(error, PeerFailure) and set(error.exit_codes.values()) != {StorageError.exit_code}:
+                    raise
+                self._passed_over(store, error)
+        place, store = places[-1]
+        return self._write(group, draft, store, place, get_again, confirm)
+
+    def _write(
+        self,
+        group: Group,
+        draft: _Draft,
+        store: Store,
+        place: int,
+        get_files: Callable[[], list[ShardFile]],
+        confirm: Callable[[], None],
+    ) -> Committed:
+        """Write this rank's part and commit with all others; see `save`."""
+        ref, agreed, options, spent = draft.ref, draft.agreed, draft.options, draft.spent
         facts: Facts | None = None
-        plans: list[ShardPlan] = []
+        files: Sequence[ShardFile] = ()
         wrote = False
 
         def work() -> bytes:
             # All of it within the phase: an error of one rank must not leave the others waiting for it.
-            nonlocal facts, plans, wrote
-            plans = self._plan_shards(agreed)
+            nonlocal facts, files, wrote
+            files = get_files()
             if self._group.rank == 0:
-                facts = self._make_facts(agreed, options)
-                self._write_beside(ref, agreed, options)
-            tensors = {tensor.key: tensor for tensor in agreed.captured.tensors}
-            summary = write_part(self._store, self._make_part(ref, agreed, options, facts), plans, tensors)
+                facts = make_facts(
+                    agreed,
+                    metrics=options.metrics,
+                    healthy=options.healthy,
+                    assets=options.assets,
+                    overrides=options.overrides,
+                )
+                self._write_beside(store, ref, agreed, options)
+            with spent.phase("part"):
+                part = self._make_part(ref, agreed, options, facts)
+                summary = write_part(store, part, files, spent)
+            confirm()
             wrote = True
             return msgspec.json.encode(summary)
 
         try:
-            verdict = self._group.agree("save.commit", work, lambda found: self._commit(ref, agreed, facts, found))
+            with spent.phase("total"):
+                verdict = group.agree(
+                    "save.commit", work, lambda found: self._commit(store, ref, agreed, facts, found)
+                )
         except BaseException as error:
             # CRASH: a rank whose receipt is out must not remove its part while the commit record may still be
             # written; then the files stay, as orphans that the next prune removes.
             if not wrote or _cannot_commit(error):
-                names = own_names(self._group.rank, [plan.name for plan in plans])
+                names = own_names(self._group.rank, [file.plan.name for file in files])
                 beside = [HF_INDEX, *sorted(options.assets)] if self._group.rank == 0 else []
-                remove_quietly(self._store, ref, [*names, *beside])
+                remove_quietly(store, ref, [*names, *beside])
             raise
-        self._newest = step
-        return msgspec.json.decode(verdict, type=Committed)
+        self._newest = ref.step
+        committed = msgspec.json.decode(verdict, type=Committed)
+        return msgspec.structs.replace(committed, place=place, seconds=spent.seconds)
 
-    def _choose_attempt(self, step: int) -> int:
-        """Return the number of a try whose folder nothing was ever written to."""
-        if step < self._newest:
-            raise UsageError(
-                f"step {step}: this start is at step {self._newest} already, and the next one would go on from "
-                "there, not from what is saved now",
-                step=step,
-                advice="count on from manager.step, as manager.steps() does, or begin with resume(state, fresh=True)",
-            )
-        self._check_root(step)
-        newest = max(list_generations(self._store), default=0)
-        if newest > self._generation:
-            raise Fenced(
-                f"generation {newest} has taken over this run; this process is generation {self._generation}",
-                step=step,
-                advice="stop this process: what it would save, nobody would ever read",
-            )
-        tries = [
-            ref
-            for name in self._store.list_folders(f"{format_generation(self._generation)}/")
-            if (ref := find_step(self._generation, name)) and ref.step == step
-        ]
-        for ref in tries:
-            if any(info.key == ref.key(COMMIT_RECORD) for info in self._store.list_objects(f"{ref.folder}/")):
-                raise AlreadyExists(
-                    f"{ref} is committed already",
-                    step=step,
-                    advice="save a later step, or start the job again: each start has folders of its own",
-                )
-        return max((ref.attempt for ref in tries), default=0) + 1
+    def _make_files(self, agreed: Agreed) -> list[ShardFile]:
+        tensors = {tensor.key: tensor for tensor in agreed.captured.tensors}
+        return [ShardFile(plan, tensors) for plan in self._plan_shards(agreed)]
 
-    def _check_root(self, step: int) -> None:
-        """Raise unless the root still is that of this run: it may have been removed, unmounted or exchanged."""
-        url = self._store.url
-        try:
-            found = read_run_id(self._store)
-            owner = read_generation(self._store, self._generation).run_id
-        except NotFound:
-            found = owner = None
-        if found is None:
-            raise StorageError(
-                f"{url}: generation {self._generation}, which this process claimed there, is gone: the root was "
-                "removed or is not mounted; what is saved there now could not be resumed",
-                retryable=False,
-                step=step,
-                advice=f"bring the root back (findmnt -T {url}), or start the job again",
-            )
-        if (found, owner) != (self._run_id, self._run_id):
-            raise Fenced(
-                f"{url} holds another run ({found}) than the one that this process began there ({self._run_id})",
-                step=step,
-                advice="stop this process, and give each run a root of its own",
-            )
+    def _choose(self, step: int) -> int:
+        """Return the number of a try whose folder nothing was ever written to (the coordinator alone)."""
+        return choose_attempt(
+            self._store, step, run_id=self._run_id, generation=self._generation, newest_step=self._newest
+        )
 
     def _plan_shards(self, agreed: Agreed) -> list[ShardPlan]:
         per_rank = frozenset(agreed.table.per_rank)
@@ -212,45 +357,24 @@ class Saver:
             journal=options.chain,
         )
 
-    def _make_facts(self, agreed: Agreed, options: SaveOptions) -> Facts:
-        return Facts(
-            layout=agreed.table,
-            holders=agreed.holders,
-            differing=agreed.differing,
-            metrics=encode_metrics(options.metrics),
-            healthy=options.healthy,
-            created_at=now(),
-            environment=describe_environment(),
-            assets={
-                name: FileRecord(len(data), hashlib.sha256(data).hexdigest())
-                for name, data in sorted(options.assets.items())
-            },
-            overrides=dict(sorted(options.overrides.items())),
-        )
-
-    def _write_beside(self, ref: StepRef, agreed: Agreed, options: SaveOptions) -> None:
+    def _write_beside(self, store: Store, ref: StepRef, agreed: Agreed, options: SaveOptions) -> None:
         """Write what lies beside the shards: assets, and the Hugging Face index where it applies."""
         for name, data in sorted(options.assets.items()):
-            self._store.put(ref.key(name), data)
-        index = make_index(agreed.table, agreed.shard_limit_bytes)
+            store.put(ref.key(name), data)
+        planned_for = (agreed.digest, agreed.shard_limit_bytes)
+        if self._index is None or self._index[0] != planned_for:
+            self._index = planned_for, make_index(agreed.table, agreed.shard_limit_bytes)
+        index = self._index[1]
         if index is not None:
-            self._store.put(ref.key(HF_INDEX), index)
+            store.put(ref.key(HF_INDEX), index)
 
-    def _commit(self, ref: StepRef, agreed: Agreed, facts: Facts | None, found: list[bytes]) -> bytes:
+    def _commit(self, store: Store, ref: StepRef, agreed: Agreed, facts: Facts | None, found: list[bytes]) -> bytes:
         assert facts is not None
-        parts = tuple(msgspec.json.decode(data, type=PartSummary) for data in found)
-        record = CommitRecord(
-            run_id=self._run_id,
-            ref=ref,
-            world_size=self._group.world_size,
-            plan=agreed.digest,
-            parts=parts,
-            facts=facts,
-        )
+        record = make_commit(self._run_id, ref, agreed.digest, facts, found)
         # ORDER: every part is durable before this write. CRASH: before it, the next start may write the same record.
-        self._store.put(ref.key(COMMIT_RECORD), encode_record(record, writer=WRITER), if_absent=True)
+        store.put(ref.key(COMMIT_RECORD), encode_record(record, writer=WRITER), if_absent=True)
         # Not the record itself: as large as the model's table, it would pass through one store once for each rank.
-        return msgspec.json.encode(Committed(ref=ref, shard_bytes=sum(part.shard_bytes for part in parts)))
+        return msgspec.json.encode(Committed(ref=ref, shard_bytes=sum(part.shard_bytes for part in record.parts)))
 
 
 def _cannot_commit(error: BaseException) -> bool:
@@ -270,21 +394,3 @@ def _cannot_commit(error: BaseException) -> bool:
 def own_names(rank: int, shards: list[str]) -> list[str]:
     """Return a rank's files in a step's folder, in the order in which they are removed: the part first."""
     return [format_part(rank), format_digests(rank), *shards]
-
-
-def make_index(table: LayoutTable, limit_bytes: int) -> bytes | None:
-    """Return the Hugging Face index over the model's tensors, or None when some are not stored whole."""
-    sections = {"model", "frozen"}
-    model = {key: r for key, r in table.tensors.items() if r.section in sections and key.startswith("model/")}
-    whole_only = all(not r.layout.boxes and set(r.layout.placements) <= {"R"} for r in model.values())
-    if not model or not whole_only:
-        return None
-    weight_map: dict[str, str] = {}
-    total_bytes = 0
-    for rank, outgoing in sorted(plan_all_outgoing(table).items()):
-        for plan in plan_shards(outgoing, rank, limit_bytes=limit_bytes):
-            if plan.section in sections:
-                for item in plan.items:
-                    weight_map[item.outgoing.name] = plan.name
-                    total_bytes += item.end - item.begin
-    return encode_hf_index(weight_map, total_bytes)

@@ -43,9 +43,8 @@ from shardkeep.format.names import (
 )
 from shardkeep.format.records import CommitRecord, LayoutTable, MarkRecord, decode_record
 from shardkeep.plan.checks import check_table
-from shardkeep.plan.coverage import find_coverage_problem
-from shardkeep.plan.owners import iter_pieces
-from shardkeep.plan.shards import Outgoing, plan_all_outgoing
+from shardkeep.plan.coverage import CoverageProof
+from shardkeep.plan.shards import Outgoing, OutgoingPlans
 from shardkeep.plan.structure import digest_table
 from shardkeep.spec.dtypes import get_dtype
 from shardkeep.storage.base import Store
@@ -170,7 +169,7 @@ class _StepCheck:
         unread = expected is None
         if expected is not None:
             for rank in range(commit.world_size):
-                check = self._check_part(commit, rank, expected.get(rank, ()))
+                check = self._check_part(commit, rank, expected.of(rank))
                 for name in sorted(names & check.names):
                     self._add("part", format_part(rank), f"its shard {name} is another rank's too")
                 weights |= check.weights
@@ -204,16 +203,15 @@ class _StepCheck:
             self._findings.note(f"{self._ref}: its parts are complete and say what the damaged commit record said")
         return commit
 
-    def _check_layout(self, table: LayoutTable, commit: CommitRecord) -> Mapping[int, list[Outgoing]] | None:
+    def _check_layout(self, table: LayoutTable, commit: CommitRecord) -> OutgoingPlans | None:
         """Return what each rank must have stored, or None when the layout is not to be followed."""
         try:
             check_table(table, commit.world_size, where=self._ref.key(COMMIT_RECORD))
+            proof = CoverageProof(table)
             problems = [
-                (key, problem)
-                for key, record in table.tensors.items()
-                if (problem := find_coverage_problem(record.shape, [c for c, _ in iter_pieces(record, table)]))
+                (key, problem) for key, record in table.tensors.items() if (problem := proof.find_problem(record))
             ]
-            expected = plan_all_outgoing(table)
+            expected = OutgoingPlans(table)
         except (Corrupt, IncompatibleFormat, UnsupportedState) as error:
             kind: Kind = "incompatible" if isinstance(error, IncompatibleFormat) else "layout"
             self._add(kind, COMMIT_RECORD, flatten(error))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shardkeep import knobs
 from shardkeep.engine.blocks import run_blocks
+from shardkeep.engine.catalog import is_in
 from shardkeep.engine.findings import MAX_NAMES, Finding, Findings, Kind
 from shardkeep.engine.reader import PartReader
 from shardkeep.engine.run import StepFolder
@@ -15,7 +16,7 @@ from shardkeep.engine.writer import summarize_part
 from shardkeep.errors import CheckpointError, Corrupt, IncompatibleFormat, NotFound, StorageError
 from shardkeep.format.digests import BLOCK_BYTES, DIGEST_BYTES, LEAF_BYTES, DigestTable, digest_leaves, leaf_count
 from shardkeep.format.names import format_digests, format_part
-from shardkeep.format.records import CommitRecord, ShardRecord, StoredChunk
+from shardkeep.format.records import CommitRecord, PartRecord, ShardRecord, StoredChunk
 from shardkeep.format.shard import ShardHeader, header_length, parse_shard_header
 from shardkeep.plan.coverage import format_chunk
 from shardkeep.plan.shards import RANK_SECTION, Outgoing
@@ -147,6 +148,20 @@ class PartCheck:
             )
         if self._rank == 0 and part.facts != commit.facts:
             self._add("part", name, "its facts are not those of the commit record")
+        self._check_values(part)
+
+    def _check_values(self, part: PartRecord) -> None:
+        """The part must have the values that the commit record says are found there, and no others."""
+        facts, name = self._commit.facts, format_part(self._rank)
+        if facts.per_rank is None:
+            return
+        own = {value for some in facts.per_rank if is_in(self._rank, some.ranks) for value in some.names}
+        wanted = own.union(*(holder.names for holder in facts.holders if holder.rank == self._rank))
+        known = own.union(*(holder.names for holder in facts.holders))
+        for value in sorted(wanted - part.values.keys()):
+            self._add("part", name, f"the commit record says that value {value!r} is here")
+        for value in sorted(part.values.keys() - known):
+            self._add("part", name, f"value {value!r} is not of this rank by the commit record")
 
     def _check_against_layout(self, reader: PartReader, expected: Sequence[Outgoing]) -> None:
         """The part must hold exactly the chunks that the layout gives to its rank, each of the right size."""

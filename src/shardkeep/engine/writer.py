@@ -1,6 +1,7 @@
-"""Write one rank's part: shards streamed through a few blocks, leaves digested while hot, then the part record.
+"""Write one rank's part: shards block by block, leaves digested while hot, then the part record.
 
-Memory is `IO_THREADS` blocks of 8 MiB, whatever the state's size.
+A shard comes straight from the live tensors through `IO_THREADS` blocks of 8 MiB, whatever the state's size, or from
+an image of it in memory, where it was staged.
 """
 
 from __future__ import annotations
@@ -9,77 +10,103 @@ import contextlib
 import hashlib
 import threading
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardkeep import knobs
 from shardkeep.engine.blocks import run_blocks
+from shardkeep.engine.phases import PhaseTimes
 from shardkeep.engine.run import WRITER
 from shardkeep.errors import CheckpointError
 from shardkeep.format.digests import BLOCK_BYTES, DIGEST_BYTES, LEAF_BYTES, digest_leaves, leaf_count
 from shardkeep.format.names import StepRef, format_digests, format_part
 from shardkeep.format.records import FileRecord, PartRecord, PartSummary, encode_record
-from shardkeep.plan.shards import ShardItem, ShardPlan, describe_shards
+from shardkeep.plan.shards import ShardPlan, describe_shards
 from shardkeep.spec.chunks import Chunk, iter_runs
 from shardkeep.spec.dtypes import get_dtype
 from shardkeep.spec.tensors import HostBytes, LocalTensor
 from shardkeep.storage.base import ObjectWriter, Store
+from shardkeep.storage.kernel import set_io_priority
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     """Where an item's bytes come from: `data`'s bytes from `start` on."""
 
     data: HostBytes
     start: int
 
 
-def find_source(tensor: LocalTensor, chunk: Chunk) -> _Source:
+def find_source(tensor: LocalTensor, chunk: Chunk) -> Source:
     """Return the local bytes of `chunk`, which is a whole local piece or a run of its rows."""
     for piece in tensor.pieces:
         if piece.chunk == chunk:
-            return _Source(piece.data, 0)
+            return Source(piece.data, 0)
         if all(
             o <= c and c + n <= o + m
             for o, m, c, n in zip(piece.chunk.offsets, piece.chunk.sizes, chunk.offsets, chunk.sizes, strict=True)
         ):
             runs = list(iter_runs(chunk, piece.chunk))
             if len(runs) == 1:
-                return _Source(piece.data, runs[0][0] * get_dtype(tensor.dtype).itemsize_bytes)
+                return Source(piece.data, runs[0][0] * get_dtype(tensor.dtype).itemsize_bytes)
     held = [piece.chunk for piece in tensor.pieces]
     raise CheckpointError(f"{tensor.key}: the plan asks this rank for {chunk}, it holds {held}", key=tensor.key)
 
 
-class _File:
-    """One shard being written: block by block, by any thread; the last one makes it durable."""
+class ShardFile:
+    """One shard on its way to storage: filled and written block by block, by any thread; the last makes it durable.
 
-    def __init__(self, store: Store, key: str, plan: ShardPlan, sources: Mapping[int, _Source]) -> None:
+    Attributes:
+        plan: the file's layout.
+        sources: where each item's bytes come from, in the order of the items.
+        memory: the file's image, once it is staged; None: blocks are filled from the sources.
+        gives_way: says whether other reads and writes of this host come first, asked before each block.
+    """
+
+    def __init__(self, plan: ShardPlan, tensors: Mapping[str, LocalTensor]) -> None:
         self.plan = plan
+        self.sources = [find_source(tensors[item.outgoing.key], item.outgoing.chunk) for item in plan.items]
+        self.memory: memoryview | None = None
+        self.gives_way: Callable[[], bool] | None = None
         self.digests = bytearray(leaf_count(plan.size_bytes) * DIGEST_BYTES)
-        self._sources = sources
         self._begins = [item.begin for item in plan.items]
-        self._left = -(-plan.size_bytes // BLOCK_BYTES)
+        self._left = 0
         self._lock = threading.Lock()
-        self._store = store
-        self._key = key
         self._writer: ObjectWriter | None = None
+        self.rewind()
 
-    def write_block(self, offset: int, block: memoryview) -> None:
+    def rewind(self) -> None:
+        """Begin anew, maybe in another store."""
+        self._left = -(-self.plan.size_bytes // BLOCK_BYTES)
+        self._writer = None
+
+    def write_block(self, store: Store, key: str, offset: int, block: memoryview, spent: PhaseTimes) -> None:
+        """Write the block at `offset`, through `block` where the file has no image."""
         with self._lock:
             if self._writer is None:
-                self._writer = self._store.writer(self._key, self.plan.size_bytes)
+                self._writer = store.writer(key, self.plan.size_bytes)
             writer = self._writer
-        data = block[: min(BLOCK_BYTES, self.plan.size_bytes - offset)]
-        self._fill(offset, data)
-        found = digest_leaves(data)
+        end = min(offset + BLOCK_BYTES, self.plan.size_bytes)
+        if self.memory is not None:
+            data = self.memory[offset:end]
+        else:
+            data = block[: end - offset]
+            with spent.phase("copy"):
+                self._fill(offset, data)
+        with spent.phase("digest"):
+            found = digest_leaves(data)
         at = offset // LEAF_BYTES * DIGEST_BYTES
         self.digests[at : at + len(found)] = found
-        writer.write_at(offset, data)
+        if self.gives_way is not None:
+            set_io_priority(idle=self.gives_way())
+        with spent.phase("write"):
+            writer.write_at(offset, data)
         with self._lock:
             self._left -= 1
             last = self._left == 0
         if last:
-            writer.finish()
+            with spent.phase("sync"):
+                writer.finish()
 
     def _fill(self, offset: int, data: memoryview) -> None:
         """Make `data` the file's bytes from `offset` on."""
@@ -95,53 +122,46 @@ class _File:
                 break
             start, stop = max(item.begin, offset), min(item.end, end)
             if start < stop:
-                source = self._sources[number]
+                source = self.sources[number]
                 source.data.copy_out(source.start + start - item.begin, data[start - offset : stop - offset])
 
     def abort(self) -> None:
+        """Give up what was begun on storage."""
         with self._lock:
             writer, self._writer = self._writer, None
         if writer is not None:
             writer.abort()
 
 
-def write_part(
-    store: Store,
-    record: PartRecord,
-    plans: Sequence[ShardPlan],
-    tensors: Mapping[str, LocalTensor],
-) -> PartSummary:
+def write_part(store: Store, record: PartRecord, files: Sequence[ShardFile], spent: PhaseTimes) -> PartSummary:
     """Write this rank's shards, digests and part record; all durable on return, in this order.
 
     Args:
-        record: everything but what follows from `plans` and the bytes (shards, tensors, digests).
+        record: everything but what follows from `files` (shards, tensors, digests).
+        spent: takes the seconds of each phase, added up over the threads.
 
     Raises:
         StorageError: nothing counts until a commit record names it; what was written is removed again, as
             far as the store lets us.
     """
     ref = record.ref
-    files = [_File(store, ref.key(plan.name), plan, _find_sources(plan.items, tensors)) for plan in plans]
+    plans = [file.plan for file in files]
     names = [plan.name for plan in plans] + [format_digests(record.rank), format_part(record.rank)]
     try:
-        tasks = [(file, offset) for file in files for offset in range(0, file.plan.size_bytes, BLOCK_BYTES)]
         run_blocks(
-            tasks,
-            lambda task, block: task[0].write_block(task[1], block),
+            [(file, offset) for file in files for offset in range(0, file.plan.size_bytes, BLOCK_BYTES)],
+            lambda task, block: task[0].write_block(store, ref.key(task[0].plan.name), task[1], block, spent),
             thread_count=knobs.get_int("IO_THREADS"),
         )
-        digests = b"".join(bytes(file.digests) for file in files)
-        store.put(ref.key(format_digests(record.rank)), digests)
-        return _write_record(store, record, plans, digests)
+        with spent.phase("records"):
+            digests = b"".join(bytes(file.digests) for file in files)
+            store.put(ref.key(format_digests(record.rank)), digests)
+            return _write_record(store, record, plans, digests)
     except BaseException:
         for file in files:
             file.abort()
         remove_quietly(store, ref, names[::-1])
         raise
-
-
-def _find_sources(items: Sequence[ShardItem], tensors: Mapping[str, LocalTensor]) -> dict[int, _Source]:
-    return {at: find_source(tensors[item.outgoing.key], item.outgoing.chunk) for at, item in enumerate(items)}
 
 
 def _write_record(store: Store, record: PartRecord, plans: Sequence[ShardPlan], digests: bytes) -> PartSummary:

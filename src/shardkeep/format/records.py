@@ -8,14 +8,15 @@ version, kind and the features that a reader must understand.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from shardkeep.errors import Corrupt, IncompatibleFormat
+from shardkeep.format.metrics import Metric
+from shardkeep.format.metrics import decode_metrics as decode_metrics
+from shardkeep.format.metrics import encode_metrics as encode_metrics
 from shardkeep.format.names import StepRef
 from shardkeep.format.versions import FEATURES, FORMAT_VERSION
 from shardkeep.spec.chunks import Chunk
@@ -28,6 +29,8 @@ _Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _PREFIX: Final = b'{"sha256":"'
 _MIDDLE: Final = b'","body":'
 _SUFFIX: Final = b"}\n"
+_HEAD: Final = b'{"head":'
+_HEAD_BYTES: Final = 1024
 
 
 class Head(Struct, frozen=True, gc=False, kw_only=True):
@@ -151,26 +154,15 @@ class ValueHolder(Struct, frozen=True, gc=False, array_like=True):
     names: tuple[str, ...]
 
 
-Metric = float | Literal["nan", "inf", "-inf"]
-"""A number as JSON can hold it."""
+RankRanges = tuple[tuple[_Count, _Count], ...]
+"""Ranks as half-open ranges, ascending."""
 
 
-def encode_metrics(metrics: Mapping[str, float]) -> dict[str, Metric]:
-    """Return metrics as they are stored, ascending by name; a loss that is nan must not spoil the record."""
-    return {name: _encode_metric(float(value)) for name, value in sorted(metrics.items())}
+class RankValues(Struct, frozen=True, gc=False, array_like=True):
+    """Names of values that each of `ranks` keeps for itself, in its own part."""
 
-
-def _encode_metric(value: float) -> Metric:
-    if math.isnan(value):
-        return "nan"
-    if math.isinf(value):
-        return "inf" if value > 0 else "-inf"
-    return value
-
-
-def decode_metrics(stored: Mapping[str, Metric]) -> dict[str, float]:
-    """Undo `encode_metrics`."""
-    return {name: float(value) for name, value in stored.items()}
+    names: tuple[str, ...]
+    ranks: RankRanges
 
 
 class Facts(Struct, frozen=True, kw_only=True):
@@ -179,6 +171,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     Attributes:
         holders: where each value is found; the first holder is rank 0.
         differing: names of values that were not equal on all ranks that have them.
+        per_rank: which values stand in which parts for their ranks alone (`rng`); None where the parts alone say it,
+            as earlier versions wrote.
         metrics: numbers that the user gave with the save (`loss`), for retention by the best; see `encode_metrics`.
         healthy: False when the user said that this checkpoint must not be relied on.
         created_at: wall clock, for people only.
@@ -195,6 +189,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     assets: dict[str, FileRecord] = {}
     overrides: dict[str, str] = {}
+    per_rank: tuple[RankValues, ...] | None = None
 
 
 class StepChain(Struct, frozen=True, gc=False, kw_only=True):
@@ -225,6 +220,12 @@ class PartRecord(Struct, frozen=True, kw_only=True):
     values: dict[str, Any] = {}
     facts: Facts | None = None
     journal: StepChain | None = None
+
+
+class PartValues(Struct, frozen=True, kw_only=True):
+    """`part-rNNNNN.json` without its tensors: quick to decode for who wants one value of many ranks."""
+
+    values: dict[str, Any] = {}
 
 
 class PartSummary(Struct, frozen=True, gc=False, array_like=True):
@@ -302,6 +303,7 @@ KINDS: Final[dict[type[Struct], str]] = {
     RunRecord: "run",
     GenerationRecord: "generation",
     PartRecord: "part",
+    PartValues: "part",
     CommitRecord: "commit",
     CommitBrief: "commit",
     MarkRecord: "mark",
@@ -321,7 +323,7 @@ def encode_record(record: Struct, *, writer: str = "", requires: tuple[str, ...]
     head = Head(format=FORMAT_VERSION, kind=KINDS[type(record)], requires=requires, writer=writer)
     encoder = msgspec.json.Encoder(order="deterministic")
     fields = encoder.encode(record)
-    body = b'{"head":' + encoder.encode(head) + b"," + fields[1:]
+    body = _HEAD + encoder.encode(head) + b"," + fields[1:]
     return _PREFIX + hashlib.sha256(body).hexdigest().encode() + _MIDDLE + body + _SUFFIX
 
 
@@ -337,7 +339,7 @@ def decode_record(kind: type[R], data: bytes, *, where: str) -> R:
     """
     body = _check_envelope(data, where)
     try:
-        head = msgspec.json.decode(body, type=_Peek).head
+        head = _peek(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise Corrupt(f"{where}: not a shardkeep record: {error}") from None
     if head.format < 1:
@@ -358,6 +360,18 @@ def decode_record(kind: type[R], data: bytes, *, where: str) -> R:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise Corrupt(f"{where}: malformed {KINDS[kind]} record: {error}") from None
+
+
+def _peek(body: memoryview) -> Head:
+    """Return a record's head, which stands first, without a look at the rest if that is possible."""
+    start = bytes(body[:_HEAD_BYTES])
+    if start.startswith(_HEAD):
+        end = start.find(b"}")
+        try:
+            return msgspec.json.decode(start[len(_HEAD) : end + 1], type=Head)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            pass  # a head with braces or of more fields than ours
+    return msgspec.json.decode(body, type=_Peek).head
 
 
 def _check_envelope(data: bytes, where: str) -> memoryview:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from shardkeep.engine.journal import prune_journals
-from shardkeep.engine.prune import plan_prune, prune
 from shardkeep.engine.run import scan_run
-from shardkeep.engine.save import SaveOptions, Saver
-from shardkeep.errors import CheckpointError, PeerFailure, StorageError, UsageError
+from shardkeep.engine.save import Committed, SaveOptions, Saver
+from shardkeep.errors import PeerFailure, StateChanged, StorageError
 from shardkeep.events import Event, EventSink, LogSink
-from shardkeep.format.names import StepRef, is_asset
+from shardkeep.format.names import StepRef
+from shardkeep.manager.background import (
+    BackgroundSaves,
+    Busy,
+    Mode,
+    Tolerance,
+    check_options,
+    check_process,
+    describe_commit,
+    describe_failure,
+)
 from shardkeep.manager.guards import Guards
+from shardkeep.manager.loop import iterate_steps
 from shardkeep.manager.overrides import Overrides
-from shardkeep.manager.policies import Steps, as_number
+from shardkeep.manager.policies import Minutes, Steps, as_number
+from shardkeep.manager.preempt import PREEMPTION, Lookout, Preemptible, Preemption
 from shardkeep.manager.proof import ReplayProof
-from shardkeep.manager.resume import Claim, ResumeReport, claim_next, resume_run
+from shardkeep.manager.resume import Claim, ResumeReport, check_resume, claim_first, list_inexact, resume_run
+from shardkeep.manager.sinks import SafeSink
+from shardkeep.manager.tiers import Places, Tier
 from shardkeep.manager.watch import WatchedSink, find_watch
 from shardkeep.plan.replay import ReplayReport
 from shardkeep.plan.retention import Keep
@@ -29,14 +41,23 @@ from shardkeep.storage.resolve import open_store
 from shardkeep.storage.retry import RetryingStore
 
 
-class CheckpointManager:
+class CheckpointManager(Preemptible):
     """Saves a training run by policy and resumes it exactly. Every rank makes the same calls in the same order.
 
     Args:
         root: the run's folder, shared by all nodes.
-        save_every: at which steps `after_step` saves; an int stands for `Steps`. None: only `save` does.
+        save_every: at which steps `after_step` saves; an int stands for `Steps`, `Minutes` goes by the clock. None:
+            only `save` does.
+        preemption: which signals and notices make the run save and stop (`should_stop`); None: none.
         keep: which checkpoints stay; by default all.
+        tiers: faster places before the root, the fastest first, each with a rule of its own (`Tier`).
         assets: files stored beside every checkpoint (`{"config.json": b"..."}`).
+        mode: `"async"`: a save returns when the state is copied to host memory, of which it takes as much as this
+            rank saves, and is written from there while training goes on. `"overlap"`: parameters and optimizer states
+            are copied while training goes on, too, and only the optimizer's next step waits. `"blocking"`: it returns
+            when the checkpoint is committed, and takes a few blocks of memory.
+        busy: what `after_step` does when a save is due and the one before is still under way: `"wait"` for it, or
+            `"skip"` this one and say so.
         tolerate: how many saves in a row may fail in `after_step` before it raises; each is reported as an event. The
             run goes on meanwhile.
         events: receives what happens; the logger `shardkeep` by default.
@@ -47,47 +68,41 @@ class CheckpointManager:
         self,
         root: str | os.PathLike[str],
         *,
-        save_every: Steps | int | None = None,
+        save_every: Steps | Minutes | int | None = None,
+        preemption: Preemption | None = PREEMPTION,
         keep: Keep | None = None,
+        tiers: Sequence[Tier] = (),
         assets: Mapping[str, bytes] | None = None,
+        mode: Mode = "blocking",
+        busy: Busy = "wait",
         tolerate: int = 3,
         events: EventSink | None = None,
         store: Store | None = None,
         group: Group | None = None,
     ) -> None:
-        for name in assets or {}:
-            if not is_asset(name):
-                raise UsageError(f"assets[{name!r}]: expected a plain file name that shardkeep does not use itself")
-        if tolerate < 0:
-            raise UsageError(f"tolerate={tolerate}: expected 0 or more")
-        self._store: Store = RetryingStore(store if store is not None else open_store(root))
+        check_options(save_every=save_every, keep=keep, assets=assets, mode=mode, busy=busy, tolerate=tolerate)
         self._every = Steps(save_every) if isinstance(save_every, int) else save_every
-        if not isinstance(self._every, Steps | None):
-            raise UsageError(
-                f"save_every={save_every!r}: expected a number of steps or None",
-                advice="save_every=100 saves every 100 steps",
-            )
-        if not isinstance(keep, Keep | None):
-            raise UsageError(
-                f"keep={keep!r}: expected shardkeep.Keep(...) or None",
-                advice="keep=shardkeep.Keep(last=3) keeps the newest three",
-            )
-        self._keep = keep or Keep()
         self._assets = dict(assets or {})
-        self._tolerate = tolerate
-        self._events = events or LogSink()
+        self._mode: Mode = mode
+        self._busy: Busy = busy
+        self._tolerance = Tolerance(tolerate)
+        self._events: EventSink = SafeSink(events or LogSink())
         self._watch = find_watch()
         if self._watch is not None:
             self._events = WatchedSink(self._events, self._watch)
+        self._lookout = Lookout(preemption, self._every, self._events)
+        place = RetryingStore(store if store is not None else open_store(root), events=self._events)
+        self._places = Places(place, tiers, keep or Keep(), self._events)
+        self._store = self._places.store
         self._group = group
         self._claim: Claim | None = None
         self._saver: Saver | None = None
+        self._background: BackgroundSaves | None = None
         self._proof: ReplayProof | None = None
         self._guards: Guards | None = None
         self._overrides: Mapping[str, str] = {}
         self._step = 0
-        self._failures = 0
-        self._left_behind = False
+        self._pid = os.getpid()
 
     @property
     def step(self) -> int:
@@ -133,31 +148,22 @@ class CheckpointManager:
             StateMismatch: stored and live entries differ, by name; nothing was restored. Corrupt: all checkpoints (or
                 the one asked for) are damaged. NotFound: no such step. StorageError, PeerFailure.
         """
-        if not isinstance(state, Mapping):
-            raise UsageError(
-                f"resume() was given a {type(state).__name__}; expected a dict of names",
-                advice='pass the whole state, such as {"model": model, "optimizer": optimizer, "loader": loader}',
-            )
-        if self._claim is not None:
-            raise UsageError(
-                "resume() or save() was called before on this manager; nothing was changed",
-                advice="call resume() once, before the first save; to go back to a checkpoint, make a new "
-                "CheckpointManager and resume with that",
-            )
+        check_resume(state, again=self._claim is not None)
         overrides = Overrides(state, override)
         self._guards = Guards(self._events, self.group.rank)
         self._guards.before_resume(state)
+        self._places.look(self.group)
         report, claim = resume_run(
             self._store, self.group, self._events, state, fresh=fresh, step=step, cast=cast, overrides=overrides
         )
         proof = self._own(claim)
         self._step = report.step
         self._overrides = report.overrides
-        self._retain(Keep())
         self._say("resume.done", str(report), step=report.step, generation=report.generation)
         for change in report.environment:
             self._say("resume.environment", f"{change}; {change.advice}", level="warning")
-        self._warn_inexact(state)
+        for line in list_inexact(state):
+            self._say("resume.inexact", line, level="warning")
         if report.parent is not None:
             proof.begin(
                 report.parent,
@@ -172,47 +178,38 @@ class CheckpointManager:
     def _own(self, claim: Claim) -> ReplayProof:
         self._claim = claim
         start = claim.parent.step if claim.parent is not None else 0
-        self._saver = Saver(self._store, self.group, run_id=claim.run_id, generation=claim.generation, start=start)
-        self._proof = ReplayProof(
+        self._places.own(self.group, claim, self._every)
+        self._saver = Saver(
             self._store,
             self.group,
-            self._events,
             run_id=claim.run_id,
             generation=claim.generation,
-            start=claim.parent.step if claim.parent is not None else 0,
+            start=start,
+            passed_over=self._places.passed_over,
+        )
+        if self._mode != "blocking":
+            self._background = BackgroundSaves(self._saver, self.group, self._events, self._mode)
+        run_id, number = claim.run_id, claim.generation
+        self._proof = ReplayProof(
+            self._store, self.group, self._events, run_id=run_id, generation=number, start=start
         )
         return self._proof
-
-    def _warn_inexact(self, state: Mapping[str, Any]) -> None:
-        from shardkeep.state.ddp import find_inexact_ddp
-
-        for line in find_inexact_ddp(state):
-            self._say("resume.inexact", line, level="warning")
 
     def steps(self, loader: Iterable[Any], *, stop: int) -> Iterator[tuple[int, Any]]:
         """Yield `(step, batch)` from where the resume left off, through as many epochs as it takes, up to `stop`.
 
+        It ends early after the save of a run that is told to stop (`should_stop`).
         `step` counts optimizer steps from 1: in the loop's body it is the number that will be done at its end.
         """
-        step = self._step
         if self._guards is not None:
             self._guards.before_loop(loader)
         if self._watch is not None:
             self._watch.before_loop()
-        while step < stop:
-            before = step
-            for batch in loader:
-                step += 1
-                yield step, batch
-                if step >= stop:
-                    return
-            if step == before:
-                raise UsageError(
-                    f"the loader gave no batch for step {step + 1}", advice="check its length and drop_last"
-                )
+        self._lookout.begin(self.group)
+        yield from iterate_steps(loader, start=self._step, stop=stop, ends=lambda: self._lookout.is_done)
 
     def after_step(self, step: int, state: Mapping[str, Any], **metrics: Any) -> bool:
-        """Save when the policy says so; return whether a checkpoint was committed.
+        """Save when the policy says so; return whether a save was made or, in the background, begun.
 
         Args:
             step: optimizer steps done. Equal on all ranks.
@@ -220,10 +217,12 @@ class CheckpointManager:
                 read only when saving.
 
         A save that storage or a peer fails is reported, and the run goes on; after `tolerate` failures in a
-        row the error is raised. Errors that no retry can help (unsupported state, a newer generation) are raised.
+        row the error is raised. Errors that no retry can help (unsupported state, a newer generation) are raised. A
+        save in the background that failed counts at the next step that saves, or at `wait`.
         """
+        check_process(self._pid)
         self._step = step
-        due = self._every is not None and self._every.is_due(step)
+        due = self._places.find_due(step, root=self._lookout.is_due(self.group, step))
         numbers = {name: as_number(name, value) for name, value in metrics.items()} if due else {}
         if self._proof is not None:
             self._proof.take(step, state, metrics, extra=numbers)
@@ -232,25 +231,21 @@ class CheckpointManager:
         if self._watch is not None:
             self._watch.take(step, state, {name: as_number(name, value) for name, value in metrics.items()})
         if not due:
+            if self._background is not None:
+                self._background.prepare(state)
             return False
-        try:
-            self.save(step, state, metrics=numbers)
-        except (StorageError, PeerFailure) as error:
-            if isinstance(error, PeerFailure) and not error.transient:
-                raise
-            self._failures += 1
-            self._events.emit(
-                Event(
-                    name="save.failed",
-                    level="error",
-                    text=f"step {step} was not saved (failure {self._failures} in a row): {error}",
-                    fields={"step": step, "rank": self.group.rank, "failures_count": self._failures},
-                )
-            )
-            if self._failures > self._tolerate:
-                raise
+        may_skip = self._busy == "skip" and not self._lookout.must_save
+        if may_skip and self._background is not None and self._background.is_busy():
+            self._say("save.skipped", f"step {step} is not saved: the save before is still under way", step=step)
             return False
-        return True
+        if self._lookout.must_save:
+            due = self._places.find_lasting()
+        self._tolerance.passes(self.wait)
+        return self._lookout.save(
+            step,
+            save=lambda: self._tolerance.passes(lambda: self._save(step, state, numbers, due)),
+            wait=lambda: self._tolerance.passes(self.wait),
+        )
 
     def save(
         self,
@@ -260,74 +255,108 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
         healthy: bool = True,
     ) -> StepRef:
-        """Save now; on return the checkpoint is committed and durable, on every rank.
+        """Save now. In blocking mode the checkpoint is committed and durable on return, on every rank.
+
+        In the other modes it is staged, and durable when `wait` returns; a save that is still under way is waited for
+        first, and what went wrong with it is raised here, with nothing begun.
 
         The training state is not changed, whatever happens. Raises as `engine.save.Saver.save`, and UsageError when
         the run has checkpoints and neither `resume()` nor `fresh=True` was called.
         """
-        from shardkeep.state.capture import capture
+        numbers = {name: as_number(name, value) for name, value in (metrics or {}).items()}
+        return self._save(step, state, numbers, self._places.find_due(step, root=True), healthy=healthy)
 
+    def _save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        due: Sequence[int],
+        *,
+        healthy: bool = True,
+    ) -> StepRef:
+        check_process(self._pid)
+        self.wait()
         if self._saver is None:
-            self._own(self._claim_first())
+            self._places.look(self.group)
+            self._own(claim_first(self._store, self.group, self._events))
         assert self._saver is not None
+        assert self._proof is not None
         options = SaveOptions(
-            metrics={name: as_number(name, value) for name, value in (metrics or {}).items()},
+            metrics=metrics,
             healthy=healthy,
             assets=self._assets,
             overrides=self._overrides,
-            chain=self._proof.chain() if self._proof is not None else None,
+            chain=self._proof.chain(),
         )
         if self._guards is not None:
             self._guards.at_save(state)
         if self._watch is not None:
             self._watch.take(step, state, options.metrics)
+        self._proof.cut(step)
+        self._lookout.begun(step)
         try:
-            saved = self._saver.save(step, lambda: capture(state), options)
-        except BaseException:
-            self._left_behind = True
+            if self._background is not None:
+                stores = [self._places.get_store(number) for number in due]
+                ref = self._background.start(step, state, options, stores, lambda end: self._ended(step, due, end))
+            else:
+                ref = self._save_blocking(step, state, options, due)
+        except BaseException as error:
+            self._give_up(step, error)
             raise
-        self._failures = 0
         self._step = step
-        total = saved.shard_bytes
-        self._say("save.committed", f"{saved.ref} is committed ({total} bytes)", step=step, total_bytes=total)
-        if self._proof is not None:
-            self._proof.committed(saved.ref)
-        if self._keep != Keep() or self._left_behind:
-            self._retain(self._keep)
-        return saved.ref
+        return ref
 
-    def _claim_first(self) -> Claim:
-        def refuse(found: list[bytes]) -> bytes:
-            view = scan_run(self._store)
-            if view is not None and view.timeline:
-                raise UsageError(
-                    f"{self._store.url}: the run has checkpoints (the newest is {view.timeline[-1]}), and this start "
-                    "did not say how it goes on",
-                    advice="call manager.resume(state) before the first save, or resume(state, fresh=True)",
-                )
-            return b""
+    def _save_blocking(
+        self, step: int, state: Mapping[str, Any], options: SaveOptions, due: Sequence[int]
+    ) -> StepRef:
+        from shardkeep.state.capture import capture
 
-        self.group.agree("save.first", lambda: b"", refuse)
-        return claim_next(self._store, self.group, self._events, fresh=True, step=None)
+        assert self._saver is not None
+        stores = [self._places.get_store(number) for number in due]
+        committed = self._saver.save(step, lambda: capture(state), options, stores=stores)
+        self._tolerance.reset()
+        self._follow_up(committed, due)
+        return committed.ref
 
-    def _retain(self, keep: Keep) -> None:
-        """Remove what `keep` does not keep, and what failed saves left; the coordinator alone.
+    def wait(self) -> StepRef | None:
+        """Wait until the save under way is committed and durable; return it, or None when there is none.
 
-        A failure is reported, and the run goes on: the next prune tries again.
+        Raises what went wrong with it, once: as `save`, and StateChanged in overlap mode.
         """
-        if self.group.rank != 0 or self._claim is None:
-            return
+        if self._background is None:
+            return None
+        check_process(self._pid)
+        ref = self._background.land()
+        if ref is not None:
+            self._tolerance.reset()
+        return ref
+
+    def _ended(self, step: int, due: Sequence[int], end: Committed | BaseException) -> None:
+        """Do what follows a save in the background; called there. It never raises: the ranks would part ways."""
         try:
-            view = scan_run(self._store)
-            if view is not None and (view.run_id, view.head) == (self._claim.run_id, self._claim.generation):
-                plan = plan_prune(self._store, view, keep, live=self._claim.generation)
-                removed = prune(self._store, plan, view, self._events, by_generation=self._claim.generation)
-                kept = [r.step for r, folder in view.folders.items() if folder.committed and r not in removed]
-                if removed and kept:
-                    prune_journals(self._store, view.numbers, before=min(kept))
-                self._left_behind = False
-        except CheckpointError as error:
-            self._say("prune.failed", f"old checkpoints were not removed: {error}", level="warning")
+            if isinstance(end, BaseException):
+                self._give_up(step, end)
+            else:
+                self._follow_up(end, due)
+        except Exception as error:  # noqa: BLE001  # reported; the checkpoint is what it is
+            text = f"step {step}: what follows a save did not work: {type(error).__name__}: {error}"
+            self._events.emit(Event(name="save.follow_up_failed", level="error", text=text, fields={"step": step}))
+
+    def _give_up(self, step: int, error: BaseException) -> None:
+        self._lookout.begun(None)
+        if self._proof is not None:
+            self._proof.abandoned()
+        self._places.failed()
+        if isinstance(error, StorageError | PeerFailure | StateChanged):
+            self._events.emit(describe_failure(error, step, self.group.rank, self._tolerance.failures_count + 1))
+
+    def _follow_up(self, committed: Committed, due: Sequence[int]) -> None:
+        if self.group.rank == 0:
+            self._events.emit(describe_commit(committed))
+        assert self._proof is not None
+        self._places.landed(committed.ref, due[committed.place], due)
+        self._proof.committed(committed.ref)
 
     def latest(self) -> int | None:
         """Return the newest committed step on the timeline, as storage has it now, or None."""
@@ -336,7 +365,22 @@ class CheckpointManager:
         return timeline[-1].step if timeline else None
 
     def close(self) -> None:
-        """Give back connections; harmless twice."""
+        """Wait for the save under way (raises as `wait`) and what goes on to other places, and give all back.
+
+        Harmless twice, and in a forked process.
+        """
+        try:
+            _ = self.wait() if os.getpid() == self._pid else None
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a fork that unwinds: all of it is its parent's
+        self._lookout.close()
+        if self._background is not None:
+            self._background.close()
+        self._places.close()
         if self._proof is not None:
             self._proof.close()
         if self._group is not None:
@@ -348,7 +392,8 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # What became of a save under way was reported; an error at hand matters more.
+        (self.close if error is None else self._give_back)()
 
     def _say(self, name: str, text: str, *, level: str = "info", **fields: int) -> None:
         if self.group.rank == 0:

@@ -1,7 +1,8 @@
-"""When to save, a pure function of the step, so that all ranks decide alike without talking; what a metric may be."""
+"""When to save: by the step, which all ranks decide alike without talking, or by the clock; what a metric may be."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,32 @@ class Steps:
     def is_due(self, step: int) -> bool:
         """Say whether to save when `step` optimizer steps are done."""
         return step % self.count == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Minutes:
+    """Save when `count` minutes, or a fraction, have passed since the last such save.
+
+    Rank 0's clock decides, and all ranks save at the same step, the first or second one after that.
+    """
+
+    count: float
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.count, int | float) and not isinstance(self.count, bool)
+        if not good or not 0 < self.count < math.inf:
+            raise UsageError(
+                f"Minutes({self.count!r}): expected a number above 0",
+                advice="save_every=shardkeep.Minutes(10) saves every ten minutes",
+            )
+
+    @property
+    def seconds(self) -> float:
+        return 60.0 * self.count
+
+    def is_due(self, step: int) -> bool:
+        """Say that no step is due by its number."""
+        return False
 
 
 def as_number(name: str, value: Any) -> float:

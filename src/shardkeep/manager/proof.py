@@ -8,6 +8,7 @@ it, but for one phase at the resume. Nothing here stops training: what cannot be
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,8 +27,28 @@ from shardkeep.ranks.base import Group
 from shardkeep.storage.base import Store
 
 
+class _Chain:
+    """Digests of the steps after `since`, a stream for each quantity."""
+
+    def __init__(self, since: int) -> None:
+        self.since = since
+        self._digests: dict[str, tuple[int, Any]] = {}
+
+    def add(self, values: Mapping[str, str]) -> None:
+        for name, text in values.items():
+            count, digest = self._digests.get(name) or (0, xxhash.xxh3_64())
+            digest.update(f"{text}\n".encode())
+            self._digests[name] = count + 1, digest
+
+    def record(self) -> StepChain | None:
+        if not self._digests:
+            return None
+        digests = {name: (count, digest.hexdigest()) for name, (count, digest) in sorted(self._digests.items())}
+        return StepChain(since=self.since, digests=digests)
+
+
 class ReplayProof:
-    """Follows the steps of one start on one rank."""
+    """Follows the steps of one start on one rank. `committed` and `abandoned` may come from another thread."""
 
     def __init__(
         self, store: Store, group: Group, events: EventSink, *, run_id: str, generation: int, start: int
@@ -40,8 +61,9 @@ class ReplayProof:
         self._run_id = run_id
         self._generation = generation
         self._observer = Observer()
-        self._since = start
-        self._chain: dict[str, tuple[int, Any]] = {}
+        # The first covers the steps since the last commit; a later one those since the save that is under way.
+        self._chains = [_Chain(start)]
+        self._lock = threading.Lock()
         self._steps: Mapping[int, Recorded] = {}
         self._commits: dict[int, StepRef] = {}
         self._suspects: tuple[str, ...] = ()
@@ -112,10 +134,9 @@ class ReplayProof:
             extra: numbers that were read from a device because this step is saved; for the journal alone.
         """
         values = self._observer.observe(state, metrics)
-        for name, text in values.items():
-            count, digest = self._chain.get(name) or (0, xxhash.xxh3_64())
-            digest.update(f"{text}\n".encode())
-            self._chain[name] = count + 1, digest
+        with self._lock:
+            for chain in self._chains:
+                chain.add(values)
         self._highest = max(self._highest, step)
         if self._journal is not None:
             for name, value in extra.items():
@@ -166,15 +187,23 @@ class ReplayProof:
 
     def chain(self) -> StepChain | None:
         """Return the digests of this rank's steps since the last commit, for its part of the next one."""
-        if not self._chain:
-            return None
-        digests = {name: (count, digest.hexdigest()) for name, (count, digest) in sorted(self._chain.items())}
-        return StepChain(since=self._since, digests=digests)
+        with self._lock:
+            return self._chains[0].record()
+
+    def cut(self, step: int) -> None:
+        """Begin a chain at a step that is being saved; whether the save succeeds says which chain goes on."""
+        with self._lock:
+            self._chains.append(_Chain(step))
+
+    def abandoned(self) -> None:
+        """Forget the cut: the save failed."""
+        with self._lock:
+            del self._chains[1:]
 
     def committed(self, ref: StepRef) -> None:
-        """Make the journal durable, begin a new chain, and compare with an earlier checkpoint of the same step."""
-        self._since = ref.step
-        self._chain = {}
+        """Go on with the chain begun at the cut, make the journal durable, and compare with an earlier checkpoint."""
+        with self._lock:
+            del self._chains[:-1]
         if self._journal is not None and self._highest > self.report.start:
             self._journal.flush()
         earlier = self._commits.pop(ref.step, None)
@@ -218,13 +247,18 @@ class ReplayProof:
             self._say("replay.unfinished", str(self.report))
 
     def _add_saved(self, text: str, *, differ: bool = False) -> None:
-        self._update(saved=(*self.report.saved, text), saved_differ=self.report.saved_differ or differ)
+        with self._lock:
+            report = self.report
+            self.report = dataclasses.replace(
+                report, saved=(*report.saved, text), saved_differ=report.saved_differ or differ
+            )
 
     def _leave_out(self, text: str) -> None:
         self._update(left_out=(*self.report.left_out, text))
 
     def _update(self, **changes: Any) -> None:
-        self.report = dataclasses.replace(self.report, **changes)
+        with self._lock:
+            self.report = dataclasses.replace(self.report, **changes)
 
     def _say(self, name: str, text: str, *, level: str = "info", **fields: int) -> None:
         if self._group.rank == 0:

@@ -20,6 +20,7 @@ from shardkeep.engine.run import (
     scan_run,
     write_mark,
 )
+from shardkeep.engine.tiers import TieredStore
 from shardkeep.errors import Corrupt, NotCommitted, NotFound, UsageError
 from shardkeep.events import Event, EventSink
 from shardkeep.format.names import StepRef
@@ -94,13 +95,29 @@ def resume_run(
         try:
             restored, notes = restore_step(store, group, claim, state, cast=cast, overrides=overrides)
         except Corrupt as error:
+            if isinstance(store, TieredStore) and (tier := store.pass_over(claim.parent)) is not None:
+                url = store.tiers[tier].store.url
+                lines.append(f"the copy of {claim.parent} in {url} is damaged and was passed over: {error.message}")
+                events.emit(Event(name="tier.damaged", level="error", text=lines[-1]))
+                continue
             _quarantine(store, group, events, claim, error)
             if step is not None:
                 raise
             lines.append(f"{claim.parent} is damaged and was passed over: {error.message.splitlines()[0]}")
             continue
+        events.emit(_describe_restored(restored))
         report = _report(claim, lines + list(notes), restored.bytes_read)
         return _add_differences(report, overrides, restored.commit.facts.environment), claim
+
+
+def _describe_restored(restored: Restored) -> Event:
+    """Return the event of a restored checkpoint: the bytes that this rank read, and where its time went."""
+    seconds = {f"{name}_s": round(value, 6) for name, value in restored.seconds.items()}
+    return Event(
+        name="restore.read",
+        text=f"{restored.commit.ref} is restored ({restored.bytes_read} bytes read)",
+        fields={"step": restored.commit.ref.step, "read_bytes": restored.bytes_read, **seconds},
+    )
 
 
 def _add_differences(report: ResumeReport, overrides: Overrides, before: Mapping[str, str]) -> ResumeReport:
@@ -124,6 +141,38 @@ def _report(claim: Claim, lines: list[str], bytes_read: int) -> ResumeReport:
         bytes_read=bytes_read,
         lines=(f"{where}; this is generation {claim.generation}", *dict.fromkeys(lines)),
     )
+
+
+def check_resume(state: object, *, again: bool) -> None:
+    """Refuse what cannot be resumed, and a second resume. Raises UsageError."""
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"resume() was given a {type(state).__name__}; expected a dict of names",
+            advice='pass the whole state, such as {"model": model, "optimizer": optimizer, "loader": loader}',
+        )
+    if again:
+        raise UsageError(
+            "resume() or save() was called before on this manager; nothing was changed",
+            advice="call resume() once, before the first save; to go back to a checkpoint, make a new "
+            "CheckpointManager and resume with that",
+        )
+
+
+def claim_first(store: Store, group: Group, events: EventSink) -> Claim:
+    """Claim a run for a start that saves without a resume. Raises UsageError when there are checkpoints already."""
+
+    def refuse(_found: list[bytes]) -> bytes:
+        view = scan_run(store)
+        if view is not None and view.timeline:
+            raise UsageError(
+                f"{store.url}: the run has checkpoints (the newest is {view.timeline[-1]}), and this start "
+                "did not say how it goes on",
+                advice="call manager.resume(state) before the first save, or resume(state, fresh=True)",
+            )
+        return b""
+
+    group.agree("save.first", lambda: b"", refuse)
+    return claim_next(store, group, events, fresh=True, step=None)
 
 
 def claim_next(store: Store, group: Group, events: EventSink, *, fresh: bool, step: int | None) -> Claim:
@@ -244,3 +293,10 @@ def _quarantine(store: Store, group: Group, events: EventSink, claim: Claim, err
         return b""
 
     group.agree("resume.quarantine", lambda: b"", mark)
+
+
+def list_inexact(state: Mapping[str, Any]) -> list[str]:
+    """Return what in a state keeps a resume from being exact, one sentence each."""
+    from shardkeep.state.ddp import find_inexact_ddp
+
+    return list(find_inexact_ddp(state))

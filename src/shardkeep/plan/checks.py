@@ -71,9 +71,15 @@ def check_table(table: LayoutTable, world_size: int, *, where: str) -> LayoutTab
         if problem := _find_mesh_problem(mesh, world_size):
             raise Corrupt(f"{where}: mesh {number}: {problem}")
     places = 0
+    # Most tensors are alike in shape and rule; what was found sound is not looked at again.
+    sound: set[tuple[object, ...]] = set()
     for key, record in table.tensors.items():
-        problem = _find_name_problem(key, record) or _find_shape_problem(record.shape, record.dtype)
-        problem = problem or _find_layout_problem(record, table, world_size)
+        problem = _find_name_problem(key, record)
+        case = (record.shape, record.dtype, record.layout, record.owner, record.split)
+        if case not in sound:
+            problem = problem or _find_shape_problem(record.shape, record.dtype)
+            problem = problem or _find_layout_problem(record, table, world_size)
+            sound.add(case)
         if problem:
             raise Corrupt(f"{where}: tensor {key[:200]!r}: {problem}", key=key)
         if record.layout.is_cut:

@@ -88,6 +88,8 @@ def _choose(table: LayoutTable, choices: list[_Choice], loads: defaultdict[int, 
     """Return the records of `choices` with their owners; adds what each rank gets to `loads`."""
     chosen: dict[str, TensorRecord] = {}
     heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    # Of the many tensors of a few shapes and layouts, the chunks are found once.
+    chunks: dict[tuple[tuple[int, ...], Layout], list[tuple[int, tuple[int, ...]]]] = {}
     for choice in choices:
         record, holders = table.tensors[choice.key], choice.holders
         if choice.size_bytes < _SMALL_BYTES and not record.layout.is_cut:
@@ -111,7 +113,10 @@ def _choose(table: LayoutTable, choices: list[_Choice], loads: defaultdict[int, 
         chosen[choice.key] = msgspec.structs.replace(record, owner=at)
         if record.layout.is_cut:
             itemsize = get_dtype(record.dtype).itemsize_bytes
-            for numel, ranks in iter_numels(record.shape, record.layout, table.meshes):
+            place = (record.shape, record.layout)
+            if place not in chunks:
+                chunks[place] = list(iter_numels(*place, table.meshes))
+            for numel, ranks in chunks[place]:
                 loads[ranks[at % len(ranks)]] += numel * itemsize
         else:
             loads[holders[at]] += choice.size_bytes
@@ -152,6 +157,43 @@ def iter_own_pieces(table: LayoutTable, rank: int) -> Iterator[tuple[str, Tensor
         for piece, owner in found:
             if owner == rank:
                 yield key, record, piece
+
+
+class RankPieces:
+    """The pieces of any rank, as `iter_own_pieces` yields them, without a look at tensors that it has nothing of."""
+
+    def __init__(self, table: LayoutTable) -> None:
+        self._table = table
+        self._places: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        for number, mesh in enumerate(table.meshes):
+            for at, rank in enumerate(mesh.ranks):
+                self._places[rank][number] = at
+        self._by_meshes: defaultdict[tuple[int, ...], list[tuple[int, str]]] = defaultdict(list)
+        self._outright: defaultdict[int, list[tuple[int, str, Chunk]]] = defaultdict(list)
+        self._numbers: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
+        for at, (key, record) in enumerate(table.tensors.items()):
+            if record.layout.boxes or not math.prod(record.shape):
+                for chunk, owner in iter_pieces(record, table):
+                    self._outright[owner].append((at, key, chunk))
+            else:
+                self._by_meshes[record.layout.meshes].append((at, key))
+        for numbers in self._by_meshes:
+            for number in numbers:
+                self._numbers[number].add(numbers)
+
+    def of(self, rank: int) -> Iterator[tuple[str, TensorRecord, Chunk]]:
+        """Yield what `iter_own_pieces` yields."""
+        places = self._places.get(rank, {})
+        found = list(self._outright.get(rank, ()))
+        for numbers in {numbers for number in places for numbers in self._numbers.get(number, ())}:
+            for at, key in self._by_meshes[numbers]:
+                record = self._table.tensors[key]
+                held = _find_held(record.shape, record.layout, self._table, places)
+                found += [
+                    (at, key, piece) for piece, owner in _iter_around(record, self._table, held) if owner == rank
+                ]
+        for _, key, piece in sorted(found):
+            yield key, self._table.tensors[key], piece
 
 
 def _find_held(shape: tuple[int, ...], layout: Layout, table: LayoutTable, places: dict[int, int]) -> list[Chunk]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator
 
 from msgspec import Struct
@@ -66,19 +64,3 @@ def plan_ranges(segments: list[Segment], size_bytes: int, leaf_bytes: int, block
             blocks.append((begin, stop))
             begin = stop
     return blocks
-
-
-def iter_view_segments(
-    shape: tuple[int, ...], strides: tuple[int, ...], offset_bytes: int, itemsize_bytes: int
-) -> Iterator[Segment]:
-    """Yield the copies that gather a strided view, row-major; sources count from the base's first byte."""
-    if math.prod(shape) == 0:
-        return
-    run = 1
-    inner = len(shape)
-    while inner and (strides[inner - 1] == run or shape[inner - 1] == 1):
-        inner -= 1
-        run *= shape[inner]
-    for number, index in enumerate(itertools.product(*(range(size) for size in shape[:inner]))):
-        start = offset_bytes + sum(i * s for i, s in zip(index, strides[:inner], strict=True)) * itemsize_bytes
-        yield Segment(start, number * run * itemsize_bytes, run * itemsize_bytes)

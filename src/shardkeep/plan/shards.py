@@ -10,7 +10,7 @@ from shardkeep.format.records import LayoutTable, PerRankTensor, ShardRecord, St
 from shardkeep.format.shard import plan_shard
 from shardkeep.plan.names import RANK_SECTION as RANK_SECTION
 from shardkeep.plan.names import format_piece
-from shardkeep.plan.owners import iter_own_pieces, iter_pieces
+from shardkeep.plan.owners import RankPieces, iter_own_pieces, iter_pieces
 from shardkeep.spec.chunks import Chunk, whole
 from shardkeep.spec.dtypes import get_dtype
 
@@ -51,10 +51,18 @@ class ShardPlan:
     items: tuple[ShardItem, ...]
 
 
-def plan_all_outgoing(table: LayoutTable) -> dict[int, list[Outgoing]]:
-    """Return what every rank writes of the table's tensors, by rank (ranks that write nothing are absent)."""
+def plan_all_outgoing(table: LayoutTable, *, sections: frozenset[str] | None = None) -> dict[int, list[Outgoing]]:
+    """Return what every rank writes of the table's tensors, by rank (ranks that write nothing are absent).
+
+    Takes memory for each piece of the whole job.
+
+    Args:
+        sections: only tensors of these.
+    """
     outgoing: dict[int, list[Outgoing]] = {}
     for key, record in table.tensors.items():
+        if sections is not None and record.section not in sections:
+            continue
         for chunk, owner in iter_pieces(record, table):
             outgoing.setdefault(owner, []).append(_make_outgoing(key, record, chunk))
     return outgoing
@@ -63,6 +71,17 @@ def plan_all_outgoing(table: LayoutTable) -> dict[int, list[Outgoing]]:
 def plan_outgoing(table: LayoutTable, rank: int) -> list[Outgoing]:
     """Return what one rank writes of the table's tensors, in O(its tensors) whatever the number of ranks."""
     return [_make_outgoing(key, record, chunk) for key, record, chunk in iter_own_pieces(table, rank)]
+
+
+class OutgoingPlans:
+    """What each rank writes, for who asks for all ranks one after another: each in O(its tensors)."""
+
+    def __init__(self, table: LayoutTable) -> None:
+        self._pieces = RankPieces(table)
+
+    def of(self, rank: int) -> list[Outgoing]:
+        """Return what `plan_outgoing` returns."""
+        return [_make_outgoing(key, record, chunk) for key, record, chunk in self._pieces.of(rank)]
 
 
 def _make_outgoing(key: str, record: TensorRecord, chunk: Chunk) -> Outgoing:

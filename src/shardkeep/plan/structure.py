@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -64,9 +64,48 @@ class Holding:
     structure: Structure
 
 
+class _PostedTensor(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
+    """A `HeldTensor` with the number of its mesh in place of the mesh."""
+
+    key: str
+    section: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: str
+    mesh: int | None = None
+    placements: tuple[str, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    explicit: bool = False
+    trainable: bool | None = None
+    per_rank: bool = False
+    device: str | None = None
+
+
+class _Posted(Struct, frozen=True, kw_only=True):
+    """A `Structure` as it is sent: a mesh of many ranks stands there once, and not with every tensor."""
+
+    meshes: tuple[Mesh, ...]
+    tensors: tuple[_PostedTensor, ...]
+    aliases: dict[str, str]
+    views: dict[str, ViewRecord]
+
+
+_FIELDS: Final = tuple(field for field in _PostedTensor.__struct_fields__ if field != "mesh")
+
+
 def encode_structure(structure: Structure) -> bytes:
     """Return the structure's bytes; equal structures give equal bytes."""
-    return msgspec.json.Encoder(order="deterministic").encode(structure)
+    meshes = _Meshes()
+    tensors = tuple(
+        _PostedTensor(
+            mesh=None if tensor.mesh is None else meshes.number(meshes.get(tensor.mesh)),
+            **{name: getattr(tensor, name) for name in _FIELDS},
+        )
+        for tensor in structure.tensors
+    )
+    posted = _Posted(meshes=meshes.table, tensors=tensors, aliases=structure.aliases, views=structure.views)
+    return msgspec.json.Encoder(order="deterministic").encode(posted)
 
 
 def decode_structure(data: bytes) -> Structure:
@@ -76,9 +115,17 @@ def decode_structure(data: bytes) -> Structure:
         Corrupt: not such bytes (ranks run different versions).
     """
     try:
-        return msgspec.json.decode(data, type=Structure)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        posted = msgspec.json.decode(data, type=_Posted)
+        tensors = tuple(
+            HeldTensor(
+                mesh=None if tensor.mesh is None else posted.meshes[tensor.mesh],
+                **{name: getattr(tensor, name) for name in _FIELDS},
+            )
+            for tensor in posted.tensors
+        )
+    except (msgspec.MsgspecError, RecursionError, LookupError) as error:
         raise Corrupt(f"a rank described its tensors in a way this version cannot read: {error}") from None
+    return Structure(tensors=tensors, aliases=posted.aliases, views=posted.views)
 
 
 def digest_table(table: LayoutTable, world_size: int) -> str:
@@ -116,7 +163,7 @@ def plan_layout(holdings: Sequence[Holding], *, per_rank: frozenset[str] = froze
     for key in sorted(seen):
         if key in declared:
             problems += _find_uneven_kinds(key, seen[key])
-        elif problem := _find_disagreement(seen[key]) or meshes.find_absence(seen[key]):
+        elif problem := _find_disagreement(seen[key], meshes) or meshes.find_absence(seen[key]):
             problems.append(f"{key}: {problem}")
         else:
             records[key] = _make_record(seen[key], key in per_rank, meshes)
@@ -133,7 +180,7 @@ def plan_layout(holdings: Sequence[Holding], *, per_rank: frozenset[str] = froze
             advice="give each its own name, or wrap it in sk.PerRank(...) or sk.Sharded(...)",
         )
     table = assign_owners(
-        LayoutTable(meshes=tuple(meshes.numbers), tensors=records, aliases=aliases, views=views, per_rank=kept_apart)
+        LayoutTable(meshes=meshes.table, tensors=records, aliases=aliases, views=views, per_rank=kept_apart)
     )
     try:
         # What a reader would refuse must not be saved.
@@ -145,45 +192,89 @@ def plan_layout(holdings: Sequence[Holding], *, per_rank: frozenset[str] = froze
 
 
 class _Meshes:
-    """The table of meshes as it grows, and which of them each set of ranks was seen to fill."""
+    """The table of meshes as it grows, and what is known of them: each is looked at once for all its tensors.
+
+    Meshes are told apart by identity where that is enough; those that are asked about must outlive this object.
+    """
 
     def __init__(self) -> None:
-        self.numbers: dict[Mesh, int] = {}
-        self._filled: set[tuple[Mesh, tuple[tuple[int, ...], ...]]] = set()
+        self._equal: dict[Mesh, Mesh] = {}
+        self._first: dict[int, Mesh] = {}
+        self._numbers: dict[int, int] = {}
+        self._lines: dict[tuple[int, ...], Mesh] = {}
+        self._filled: set[tuple[int, tuple[int, ...]]] = set()
+        self._sound: set[int] = set()
+        self._table: list[Mesh] = []
+
+    def get(self, mesh: Mesh) -> Mesh:
+        """Return the first mesh that was equal to this one."""
+        found = self._first.get(id(mesh))
+        if found is None:
+            found = self._first[id(mesh)] = self._equal.setdefault(mesh, mesh)
+        return found
 
     def number(self, mesh: Mesh) -> int:
-        return self.numbers.setdefault(mesh, len(self.numbers))
+        """Return the number in the table of a mesh that `get` or `get_line` returned."""
+        number = self._numbers.get(id(mesh))
+        if number is None:
+            number = self._numbers[id(mesh)] = len(self._table)
+            self._table.append(mesh)
+        return number
+
+    @property
+    def table(self) -> tuple[Mesh, ...]:
+        """The meshes by number."""
+        return tuple(self._table)
+
+    def get_line(self, classes: Sequence[tuple[int, ...]]) -> Mesh:
+        """Return the mesh of one dimension over the ranks of some holdings, ascending."""
+        key = tuple(ranks[0] for ranks in classes)
+        if key not in self._lines:
+            ranks = tuple(sorted(rank for some in classes for rank in some))
+            line = Mesh(shape=(len(ranks),), ranks=ranks)
+            self._lines[key] = self._equal.setdefault(line, line)
+        return self._lines[key]
+
+    def is_sound(self, mesh: Mesh) -> bool:
+        """Say whether a mesh has as many ranks as places, each once."""
+        if id(mesh) not in self._sound:
+            if math.prod(mesh.shape) != len(mesh.ranks) or len(set(mesh.ranks)) != len(mesh.ranks):
+                return False
+            self._sound.add(id(mesh))
+        return True
 
     def find_absence(self, found: _Found) -> str | None:
         """Return which rank a mesh names as a holder that does not have the tensor, or None."""
-        classes = tuple(ranks for _, ranks in found)
+        # A rank is in one holding only, so that its lowest rank stands for it.
+        classes = tuple(ranks[0] for _, ranks in found)
         for tensor, ranks in found:
-            mesh = tensor.mesh
-            if mesh is None or (mesh, classes) in self._filled:
+            mesh = None if tensor.mesh is None else self.get(tensor.mesh)
+            if mesh is None or (id(mesh), classes) in self._filled:
                 continue
-            absent = sorted(set(mesh.ranks) - {rank for some in classes for rank in some})
+            absent = sorted(set(mesh.ranks) - {rank for _, some in found for rank in some})
             if absent:
                 return (
                     f"rank {ranks[0]} has it on ranks {_shorten(mesh.ranks)}, but rank {absent[0]} does not have it"
                 )
-            self._filled.add((mesh, classes))
+            self._filled.add((id(mesh), classes))
         return None
 
 
-def _find_disagreement(found: _Found) -> str | None:
+def _find_disagreement(found: _Found, meshes: _Meshes) -> str | None:
     """Return what is wrong with one key's descriptions, both sides named, or None."""
     first, first_ranks = found[0]
+    mesh = None if first.mesh is None else meshes.get(first.mesh)
     for tensor, ranks in found:
         if _identity(tensor) != _identity(first):
             one, other = _describe(first, tensor), _describe(tensor, first)
             return f"{one} on rank {first_ranks[0]}, {other} on rank {ranks[0]}"
-        if problem := _find_defect(tensor):
+        if problem := _find_defect(tensor, meshes):
             return f"{problem} (rank {ranks[0]})"
-        if first.mesh is not None and tensor.mesh is not None and tensor.mesh != first.mesh:
-            cut = [mesh_dim for mesh_dim, _ in get_cut_order(first.placements, first.mesh.shape)]
-            if any(first.mesh.shape[dim] != tensor.mesh.shape[dim] for dim in cut):
+        if mesh is not None and tensor.mesh is not None and meshes.get(tensor.mesh) is not mesh:
+            cut = [mesh_dim for mesh_dim, _ in get_cut_order(first.placements, mesh.shape)]
+            if any(mesh.shape[dim] != tensor.mesh.shape[dim] for dim in cut):
                 return (
-                    f"cut over a mesh of {list(first.mesh.shape)} on rank {first_ranks[0]}, "
+                    f"cut over a mesh of {list(mesh.shape)} on rank {first_ranks[0]}, "
                     f"of {list(tensor.mesh.shape)} on rank {ranks[0]}"
                 )
     return None
@@ -196,13 +287,9 @@ def _identity(tensor: HeldTensor) -> tuple[object, ...]:
     return (tensor.dtype, tensor.shape, tensor.placements, tensor.explicit, mesh_ndim, *where)
 
 
-def _find_defect(tensor: HeldTensor) -> str | None:
-    mesh = tensor.mesh
-    if mesh is not None and (
-        math.prod(mesh.shape) != len(mesh.ranks)
-        or len(set(mesh.ranks)) != len(mesh.ranks)
-        or len(tensor.placements) != len(mesh.shape)
-    ):
+def _find_defect(tensor: HeldTensor, meshes: _Meshes) -> str | None:
+    mesh = None if tensor.mesh is None else meshes.get(tensor.mesh)
+    if mesh is not None and not (meshes.is_sound(mesh) and len(tensor.placements) == len(mesh.shape)):
         return (
             f"{len(tensor.placements)} placements on a mesh of {list(mesh.shape)} over the ranks "
             f"{_shorten(mesh.ranks)}: expected one for each dimension, and each rank once"
@@ -228,12 +315,12 @@ def _make_record(found: _Found, differs: bool, meshes: _Meshes) -> TensorRecord:
         boxes = {RankChunk(rank, chunk) for tensor, ranks in found for rank in ranks for chunk in tensor.chunks}
         layout = Layout(boxes=tuple(sorted(boxes, key=lambda box: (box.rank, box.chunk))))
     elif first.mesh is None:
-        holders = tuple(sorted(rank for _, ranks in found for rank in ranks))
-        holders = holders[:1] if differs else holders
-        layout = Layout(meshes=(meshes.number(Mesh(shape=(len(holders),), ranks=holders)),), placements=("R",))
+        classes = [(min(ranks[0] for _, ranks in found),)] if differs else [ranks for _, ranks in found]
+        layout = Layout(meshes=(meshes.number(meshes.get_line(classes)),), placements=("R",))
     else:
-        own = {tensor.mesh for tensor, _ in found if tensor.mesh is not None}
-        numbers = [meshes.number(mesh) for mesh in sorted(own, key=lambda mesh: (mesh.ranks, mesh.shape, mesh.names))]
+        own = {id(mesh): mesh for mesh in (meshes.get(t.mesh) for t, _ in found if t.mesh is not None)}
+        ordered = sorted(own.values(), key=lambda mesh: (mesh.ranks, mesh.shape, mesh.names))
+        numbers = [meshes.number(mesh) for mesh in ordered]
         layout = Layout(meshes=tuple(numbers), placements=first.placements)
     return TensorRecord(
         dtype=first.dtype,

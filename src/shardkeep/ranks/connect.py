@@ -42,8 +42,8 @@ def connect() -> Group:
     rank, world_size = int(distributed.get_rank()), int(distributed.get_world_size())
     if world_size == 1:
         return SingleGroup()
-    store = clone_client(_get_default_store(distributed))
-    nonce = agree_nonce(store, rank, world_size, timeout_s=get_knob("BARRIER_TIMEOUT_S"))
+    store = _get_default_store(distributed)
+    nonce = agree_nonce(clone_client(store), rank, world_size, timeout_s=get_knob("BARRIER_TIMEOUT_S"))
     return StoreGroup(store, rank, world_size, nonce)
 
 

@@ -82,6 +82,9 @@ class StoreGroup:
         self._rank = rank
         self._world_size = world_size
         self._others = tuple(other for other in range(world_size) if other != rank)
+        # Kept: in the process that hosts the server, this is the server, and `destroy_process_group` lets go of it
+        # while a save in the background still talks through it.
+        self._origin = store
         self._channel = Channel(clone_client(store), prefix=f"shardkeep/{nonce}/")
         if pulse is None:
             pulse = Pulse(Channel(clone_client(store), prefix=f"shardkeep/{nonce}/"), rank=rank, silence_s=silence_s)
@@ -92,6 +95,7 @@ class StoreGroup:
             silence_s=silence_s,
         )
         self._number = 0
+        self._channels_count = 0
         self._litter: list[tuple[_Phase, Verdict]] = []
         self._busy = threading.Lock()
         self._pid = os.getpid()
@@ -137,7 +141,13 @@ class StoreGroup:
     def clone(self) -> StoreGroup:
         """Return a group over the same ranks for another thread (collective: all ranks must call it)."""
         nonce = self.agree("group.clone", lambda: b"", lambda _: secrets.token_hex(8).encode()).decode()
-        return StoreGroup(self._channel.store, self._rank, self._world_size, nonce, pulse=self._pulse.hold())
+        return StoreGroup(self._origin, self._rank, self._world_size, nonce, pulse=self._pulse.hold())
+
+    def open_channel(self, name: str) -> Channel:
+        """Return a client for another thread; the n-th calls of all ranks share their keys. Waits for none."""
+        self._channels_count += 1
+        prefix = f"{self._channel.prefix}{name}-{self._channels_count}/"
+        return Channel(clone_client(self._channel.store), prefix=prefix)
 
     def close(self) -> None:
         """Stop the signs of life; harmless twice. Rank 0 stays until the others have read the last verdict."""

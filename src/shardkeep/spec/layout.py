@@ -16,9 +16,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Final, overload
 
 from msgspec import Struct
 
@@ -26,6 +26,9 @@ from shardkeep.errors import Corrupt, UnsupportedState
 from shardkeep.spec.chunks import Chunk, intersect, whole
 
 _PLACEMENT: Final = re.compile(r"R|S(0|[1-9]\d{0,2})|SS(0|[1-9]\d{0,2}):([1-9]\d{0,8})", re.ASCII)
+
+_FEW_HOLDERS: Final = 16
+"""Sets of holders above this are remembered; smaller ones are made faster than they are looked up."""
 
 
 class Mesh(Struct, frozen=True, gc=False):
@@ -136,31 +139,79 @@ def coordinate_at(mesh_shape: tuple[int, ...], index: int) -> tuple[int, ...]:
     return tuple(reversed(coordinate))
 
 
-def _cuts_by_dim(placements: tuple[str, ...], mesh_shape: tuple[int, ...]) -> dict[int, list[int]]:
-    """Return tensor dimension -> the mesh dimensions that cut it, in the order of the cuts; ascending."""
-    cuts: dict[int, list[int]] = {}
+@lru_cache(maxsize=4096)
+def _find_cuts(placements: tuple[str, ...], mesh_shape: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return `(tensor dimension, the mesh dimensions that cut it, in the order of the cuts)`, ascending."""
+    cuts: dict[int, tuple[int, ...]] = {}
     for mesh_dim, dim in get_cut_order(placements, mesh_shape):
-        cuts.setdefault(dim, []).append(mesh_dim)
-    return dict(sorted(cuts.items()))
+        cuts[dim] = (*cuts.get(dim, ()), mesh_dim)
+    return tuple(sorted(cuts.items()))
 
 
-@lru_cache(maxsize=64)
-def get_holders(mesh: Mesh, placements: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+class _Same:
+    """A mesh as a key that is compared by identity: its ranks may be many thousands, and are hashed each time."""
+
+    __slots__ = ("mesh",)
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def __hash__(self) -> int:
+        return id(self.mesh)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.mesh is self.mesh
+
+
+class _Holders(Sequence[tuple[int, ...]]):
+    """The ranks, ascending, that hold each chunk, found when asked for: O(holders of the chunk)."""
+
+    def __init__(self, mesh: Mesh, placements: tuple[str, ...]) -> None:
+        inner = [math.prod(mesh.shape[mesh_dim + 1 :]) for mesh_dim in range(len(mesh.shape))]
+        cuts = [mesh_dim for _, mesh_dims in _find_cuts(placements, mesh.shape) for mesh_dim in mesh_dims]
+        self._ranks = mesh.ranks
+        self._steps = tuple((mesh.shape[mesh_dim], inner[mesh_dim]) for mesh_dim in reversed(cuts))
+        self._count = math.prod(mesh.shape[mesh_dim] for mesh_dim in cuts)
+        free = [range(0, mesh.shape[d] * inner[d], inner[d]) for d in range(len(mesh.shape)) if d not in cuts]
+        self._free = tuple(sum(steps) for steps in itertools.product(*free))
+        self._known: dict[int, tuple[int, ...]] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, number: int) -> tuple[int, ...]: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[tuple[int, ...], ...]: ...
+    def __getitem__(self, number: int | slice) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
+        if isinstance(number, slice):
+            return tuple(self[at] for at in range(*number.indices(self._count)))
+        if not 0 <= number < self._count:
+            raise IndexError(number)
+        found = self._known.get(number)
+        if found is None:
+            at, left = 0, number
+            for size, inner in self._steps:
+                left, coordinate = divmod(left, size)
+                at += coordinate * inner
+            found = tuple(sorted(self._ranks[at + step] for step in self._free))
+            if len(found) > _FEW_HOLDERS:
+                self._known[number] = found
+        return found
+
+
+@lru_cache(maxsize=1024)
+def _find_holders(same: _Same, placements: tuple[str, ...]) -> _Holders:
+    return _Holders(same.mesh, placements)
+
+
+def get_holders(mesh: Mesh, placements: tuple[str, ...]) -> Sequence[tuple[int, ...]]:
     """Return the ranks, ascending, that hold each chunk of a tensor, whatever the tensor's shape.
 
     Chunks are numbered row-major over the tensor dimensions that are cut, ascending, and within one by position.
+    They are found one by one when asked for, so that a look at a few takes no time that grows with the mesh.
     """
-    numbers = [0] * len(mesh.ranks)
-    stride = 1
-    for mesh_dims in reversed(_cuts_by_dim(placements, mesh.shape).values()):
-        for mesh_dim in reversed(mesh_dims):
-            size, inner = mesh.shape[mesh_dim], math.prod(mesh.shape[mesh_dim + 1 :])
-            numbers = [number + index // inner % size * stride for index, number in enumerate(numbers)]
-            stride *= size
-    holders: list[set[int]] = [set() for _ in range(stride)]
-    for number, rank in zip(numbers, mesh.ranks, strict=True):
-        holders[number].add(rank)
-    return tuple(tuple(sorted(ranks)) for ranks in holders)
+    return _find_holders(_Same(mesh), placements)
 
 
 def _iter_cuts(
@@ -182,25 +233,45 @@ def _iter_cuts(
         yield from _iter_cuts(offset + start, min(step, size - start), rest, low, high, number * count + index)
 
 
+def _iter_dim_parts(
+    shape: tuple[int, ...], mesh: Mesh, placements: tuple[str, ...]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield each dimension that is cut, ascending, with the counts of the cuts that are made one in another."""
+    for dim, mesh_dims in _find_cuts(placements, mesh.shape):
+        if dim >= len(shape):
+            raise Corrupt(f"placement S{dim} on a tensor of shape {shape}: it has no such dimension")
+        yield dim, tuple(mesh.shape[mesh_dim] for mesh_dim in mesh_dims)
+
+
+def iter_dim_cuts(
+    shape: tuple[int, ...], mesh: Mesh, placements: tuple[str, ...]
+) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Yield each dimension that is cut, ascending, with the `(offset, size)` of its non-empty cuts, ascending.
+
+    The chunks of a tensor with elements are all combinations of these; O(cuts of each dimension), not O(chunks).
+
+    Raises:
+        Corrupt, UnsupportedState: as `chunk_at`.
+    """
+    for dim, parts in _iter_dim_parts(shape, mesh, placements):
+        yield dim, [(offset, size) for _, offset, size in _iter_cuts(0, shape[dim], parts, 0, shape[dim])]
+
+
 def _iter_mesh_chunks(
     shape: tuple[int, ...], mesh: Mesh, placements: tuple[str, ...], within: Chunk
 ) -> Iterator[tuple[Chunk, tuple[int, ...]]]:
     """Yield the chunks on one mesh that overlap `within`, ascending, with their holders. Neither may be empty."""
-    cuts = _cuts_by_dim(placements, mesh.shape)
     holders = get_holders(mesh, placements)
-    if cuts and max(cuts) >= len(shape):
-        raise Corrupt(f"placement S{max(cuts)} on a tensor of shape {shape}: it has no such dimension")
-    ranges = []
-    counts = []
-    for dim, mesh_dims in cuts.items():
-        parts = tuple(mesh.shape[mesh_dim] for mesh_dim in mesh_dims)
+    ranges, dims, counts = [], [], []
+    for dim, parts in _iter_dim_parts(shape, mesh, placements):
         low = within.offsets[dim]
         ranges.append(list(_iter_cuts(0, shape[dim], parts, low, low + within.sizes[dim])))
+        dims.append(dim)
         counts.append(math.prod(parts))
     offsets, sizes = [0] * len(shape), list(shape)
     for combination in itertools.product(*ranges):
         at = 0
-        for dim, count, (number, offset, size) in zip(cuts, counts, combination, strict=True):
+        for dim, count, (number, offset, size) in zip(dims, counts, combination, strict=True):
             at = at * count + number
             offsets[dim], sizes[dim] = offset, size
         yield Chunk(tuple(offsets), tuple(sizes)), holders[at]
@@ -247,10 +318,10 @@ def iter_numels(
         return
     mesh = meshes[layout.meshes[0]]
     holders = get_holders(mesh, layout.placements)
-    cuts = _cuts_by_dim(layout.placements, mesh.shape)
-    found = [(math.prod(size for dim, size in enumerate(shape) if dim not in cuts), 0)]
-    for dim, mesh_dims in cuts.items():
-        parts = tuple(mesh.shape[mesh_dim] for mesh_dim in mesh_dims)
+    cuts = list(_iter_dim_parts(shape, mesh, layout.placements))
+    whole_dims = set(range(len(shape))) - {dim for dim, _ in cuts}
+    found = [(math.prod(shape[dim] for dim in whole_dims), 0)]
+    for dim, parts in cuts:
         pieces = [(size, number) for number, _, size in _iter_cuts(0, shape[dim], parts, 0, shape[dim])]
         count = math.prod(parts)
         found = [(numel * size, at * count + number) for numel, at in found for size, number in pieces]

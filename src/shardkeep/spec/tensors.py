@@ -6,6 +6,7 @@ values; `engine` moves bytes through the two calls of `HostBytes` and never sees
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -100,6 +101,7 @@ class Captured:
             `optimizer/param/<name>`, `rng`. Tensors inside stand as `TensorRef`.
         views: key -> the part of a tensor in `tensors` that it is; such keys are neither tensors nor aliases.
         per_rank_values: names in `values` that differ between ranks by nature (`rng`, `PerRank`).
+        deferred: keys in `tensors` whose bytes the caller keeps as they are a little longer, until they are copied.
     """
 
     tensors: tuple[LocalTensor, ...]
@@ -107,6 +109,7 @@ class Captured:
     values: dict[str, Any]
     per_rank_values: frozenset[str] = frozenset()
     views: dict[str, View] = field(default_factory=dict)
+    deferred: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +139,23 @@ class Catalog:
     Attributes:
         tensors: key -> what is stored, aliases included (an alias has its target's fields).
         aliases: tied key -> the key that holds its elements.
-        values: name -> decoded value for this rank: its own where a rank of its number saved, else a holder's.
+        values: name -> decoded value for this rank: its own where a rank of its number saved, else a holder's. Names
+            are known; a value may be read when it is asked for (and so raise Corrupt or StorageError).
         differing: values that differ between the saving ranks (`rng` and other per-rank ones included): name -> the
-            values by saving rank, None where a rank lacks it; an empty tuple when `same_ranks`.
+            values by saving rank, None where a rank lacks it; empty when `same_ranks`. Each may be read when asked
+            for, and there may be thousands: take what is needed.
         same_ranks: the checkpoint was saved by as many ranks as now restore, so per-rank state is this rank's own.
         world_size: ranks that saved it.
+        is_new: no rank of this rank's number saved.
         views: key -> the part of a stored tensor that it is; such keys are not in `tensors`. A
             restore asks for it by its own key, whole; the engine reads it out of its base (`...#storage`).
     """
 
     tensors: dict[str, StoredTensor]
     aliases: dict[str, str]
-    values: dict[str, Any]
-    differing: dict[str, tuple[Any, ...]]
+    values: Mapping[str, Any]
+    differing: Mapping[str, Sequence[Any]]
     same_ranks: bool
     world_size: int
+    is_new: bool = False
     views: dict[str, View] = field(default_factory=dict)

@@ -49,9 +49,10 @@ def deduplicate(entries: Sequence[Entry]) -> Deduplicated:
     kept: list[Entry] = []
     by_owner: dict[tuple[int, str], Entry] = {}
     by_place: dict[object, Entry] = {}
+    shared = _find_shared(entries)
     for entry in entries:
         first = by_owner.setdefault((id(entry.owner), entry.slot), entry)
-        place = place_of(entry)
+        place = place_of(entry) if id(entry) in shared else None
         if first is entry and place is not None:
             first = by_place.setdefault(place, entry)
         if first is entry:
@@ -61,7 +62,7 @@ def deduplicate(entries: Sequence[Entry]) -> Deduplicated:
             aliases[entry.local.key] = aliases.get(first.local.key, first.local.key)
     views: dict[str, View] = {}
     tensors = {entry.local.key: entry.local for entry in kept}
-    for group in find_overlapping(kept):
+    for group in find_overlapping([entry for entry in kept if id(entry) in shared]):
         described = _describe_base(group)
         if described is not None:
             base, group_views = described
@@ -69,6 +70,20 @@ def deduplicate(entries: Sequence[Entry]) -> Deduplicated:
             tensors[base.key] = base
             views.update(group_views)
     return Deduplicated(tensors=tuple(tensors[key] for key in sorted(tensors)), aliases=aliases, views=views)
+
+
+def _find_shared(entries: Sequence[Entry]) -> set[int]:
+    """Return the ids of the entries whose storage another entry lies on, too: most lie alone, and are done with."""
+    first_on: dict[int, Entry] = {}
+    shared: set[int] = set()
+    for entry in entries:
+        if entry.data is None or entry.data.is_meta:
+            continue
+        # Without the device: a storage number that occurs on two devices is only looked at more closely.
+        first = first_on.setdefault(entry.data.untyped_storage().data_ptr(), entry)
+        if first is not entry:
+            shared.update((id(first), id(entry)))
+    return shared
 
 
 def place_of(entry: Entry) -> object:

@@ -9,7 +9,8 @@ import itertools
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 import torch
 
@@ -17,11 +18,15 @@ from shardkeep.errors import UnsupportedState
 from shardkeep.spec.chunks import Chunk, whole
 from shardkeep.spec.layout import Mesh, chunk_at
 from shardkeep.spec.tensors import LocalTensor, Piece, Role
-from shardkeep.state.hostbytes import TensorBytes, check_storable, dtype_name
+from shardkeep.state.hostbytes import TensorBytes, dtype_name
 from shardkeep.state.wrappers import PerRank, Sharded
 
 Runs = tuple[tuple[int, int], ...]
 """`(start, length)` ranges of one dimension, in the order in which a local tensor holds them."""
+
+
+PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+"""Types, exactly, whose strided bytes are all that they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +89,14 @@ def describe_tensor(
         UnsupportedState: a layout that no rule says (Partial, uneven shards made by hand) or a tensor
             that has no strided bytes; the message names `key`.
     """
+    if isinstance(value, torch.Tensor) and type(value) in PLAIN:  # nearly all of a state, on the way of every save
+        piece = _whole_piece(key, value)
+        # fmt: off
+        return LocalTensor(
+            key=key, section=section, name=name, dtype=dtype_name(value.dtype), shape=piece.chunk.sizes, role=role,
+            pieces=(piece,), trainable=trainable, device=device,
+        )
+        # fmt: on
     per_rank = isinstance(value, PerRank)
     tensor = value.value if isinstance(value, PerRank) else value
     if isinstance(tensor, Sharded):
@@ -115,6 +128,11 @@ def describe_tensor(
         per_rank=per_rank,
         device=device,
     )
+
+
+def _whole_piece(key: str, tensor: torch.Tensor) -> Piece:
+    data = TensorBytes(tensor, key)  # first: what it refuses has no shape
+    return Piece(chunk=whole(tuple(tensor.shape)), data=data)
 
 
 def cut_pieces(key: str, spread: Spread, local: torch.Tensor | None) -> tuple[Piece, ...]:
@@ -167,8 +185,7 @@ def get_spread(key: str, tensor: torch.Tensor) -> Spread:
 
 
 def _bytes(key: str, tensor: torch.Tensor) -> TensorBytes:
-    check_storable(key, tensor)
-    return TensorBytes(tensor)
+    return TensorBytes(tensor, key)
 
 
 def _whole(tensor: torch.Tensor) -> Spread:
@@ -181,7 +198,9 @@ def _explicit(shape: tuple[int, ...]) -> Spread:
     return Spread(shape=shape, mesh=None, placements=(), explicit=True, local=None, parts=())
 
 
+@lru_cache(maxsize=64)
 def _get_mesh(mesh: Any) -> Mesh:
+    # Once for each DeviceMesh: thousands of tensors lie on one, and it may have thousands of ranks.
     ranks = mesh.mesh
     return Mesh(
         shape=tuple(int(n) for n in ranks.shape),

@@ -6,6 +6,7 @@ draws random numbers or makes a temporary larger than `TEMPORARY_BYTES`. Copies 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, Final
@@ -23,6 +24,7 @@ _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 _HOST_CARRIERS: Final = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return shardkeep's name of a torch dtype.
 
@@ -61,7 +63,7 @@ def check_storable(path: str, tensor: torch.Tensor) -> None:
     Raises:
         UnsupportedState: sparse, nested, mkldnn or quantized tensors, ones without memory, or an unknown dtype.
     """
-    if tensor.is_nested or tensor.layout != torch.strided:
+    if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise UnsupportedState(
             f"{path}: a tensor of layout {kind} cannot be stored, only strided ones",
@@ -96,9 +98,14 @@ class TensorBytes:
 
     __slots__ = ("_tensor",)
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        check_storable("tensor", tensor)
+    def __init__(self, tensor: torch.Tensor, path: str = "tensor") -> None:
+        check_storable(path, tensor)
         self._tensor = tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor whose bytes these are."""
+        return self._tensor
 
     @property
     def nbytes(self) -> int:

@@ -263,8 +263,8 @@ def _take_stored(draft: RestoreDraft, item: Item) -> Any:
     """Return the stored value of an item; of a `PerRank` on another world size, what its merge makes of all."""
     merge = item.per_rank.merge if item.per_rank is not None else None
     differing = draft.catalog.differing.get(item.key)
+    draft.consumed_values.update([item.key] if differing is not None else [])
     if item.kind == "object" and merge is None and differing is not None and not draft.catalog.same_ranks:
-        draft.consumed_values.add(item.key)
         draft.miss(
             f"{item.key}: the positions of {draft.catalog.world_size} ranks in a {type(item.value).__name__}, and "
             f"another number of ranks restores; resume with {draft.catalog.world_size} ranks, use "
@@ -273,9 +273,9 @@ def _take_stored(draft: RestoreDraft, item: Item) -> Any:
         return MISSING
     if merge is None or draft.catalog.same_ranks or differing is None:
         return draft.take_value(item.key)
-    draft.consumed_values.add(item.key)
+    everyone = list(differing)  # not within the try: it reads, and storage that fails is not the merge's failure
     try:
-        ranks = [unpack_tree(value, _refuse_merged_tensor) for value in differing]
+        ranks = [unpack_tree(value, _refuse_merged_tensor) for value in everyone]
         return pack_tree(merge(ranks), item.key, lambda tensor, at: _refuse_merged_tensor(at))
     except StateMismatch as error:
         draft.problems.append(f"{item.key}: {error.message}" + (f"; {error.advice}" if error.advice else ""))

@@ -30,7 +30,7 @@ from shardkeep.state.models import (
 from shardkeep.state.names import canonical_names
 from shardkeep.state.objects import Item, iter_items, plan_item, unpack_planned
 from shardkeep.state.optimizers import Names, plan_optimizer
-from shardkeep.state.rng import RngPlan, plan_derived, plan_rng
+from shardkeep.state.rng import RngPlan, plan_derived, plan_rng, sample_streams
 from shardkeep.state.subclasses import Parts
 from shardkeep.state.values import find_tensors
 
@@ -107,12 +107,15 @@ def plan_restore(
     fill = plan_fill(
         draft.entries, stored=catalog.tensors, aliases=catalog.aliases, views=catalog.views, cast=draft.cast
     )
+    # Read before anything live is touched.
+    new = catalog.is_new and streams is not None
+    sampled = sample_streams(catalog.differing.get("rng", ())) if new else ()
     return RestorePlan(
         tensors=fill.reads,
         consumed_tensors=fill.consumed | (draft.asked_tensors & set(catalog.tensors)),
         consumed_values=frozenset(draft.consumed_values),
         problems=tuple(draft.problems),
-        _finish=_Finisher(draft=draft, fill=fill, streams=streams),
+        _finish=_Finisher(draft=draft, fill=fill, streams=streams, sampled=sampled),
     )
 
 
@@ -121,6 +124,7 @@ class _Finisher:
     draft: RestoreDraft
     fill: Fill
     streams: RngPlan | None
+    sampled: tuple[Any, ...]
 
     def __call__(self, rng_derivation: RngDerivation | None) -> tuple[str, ...]:
         lines = list(self.draft.notes)
@@ -141,7 +145,7 @@ class _Finisher:
         catalog = self.draft.catalog
         if derivation is None or catalog.same_ranks or derivation[2] < catalog.world_size:
             return own
-        saved = [table for table in catalog.differing.get("rng", ()) if table is not None]
+        saved = self.sampled or sample_streams(catalog.differing.get("rng", ()))
         return plan_derived(*derivation, saved or [catalog.values["rng"]] * catalog.world_size)
 
 

@@ -21,6 +21,8 @@ import torch
 from shardkeep.errors import StateMismatch
 
 _ACCELERATORS = ("cuda", "xpu")
+_SAMPLED = 64
+_GOLDEN = 0.6180339887498949
 Setter = Callable[[], None]
 
 
@@ -114,6 +116,32 @@ def plan_rng(stored: Any) -> RngPlan:
     return RngPlan(setters=tuple(setters), problems=tuple(problems), notes=tuple(notes))
 
 
+def sample_streams(saved: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what some of the saving ranks stored as `rng`, enough to tell which streams all of them shared.
+
+    Looks at up to 64 ranks, spread over the world at irregular distances, and stops when no stream is shared by those
+    seen so far: a new rank among thousands must not read what thousands stored.
+
+    Args:
+        saved: by rank, None where a rank lacks it; each may be read when asked for.
+    """
+    count = len(saved)
+    places = range(count) if count <= _SAMPLED else [int(count * (at * _GOLDEN % 1.0)) for at in range(_SAMPLED)]
+    found: list[Mapping[str, Any]] = []
+    shared: set[str] = set()
+    for place in places:
+        table = saved[place]
+        if not isinstance(table, Mapping):
+            continue
+        if not found:
+            shared = set(table)
+        found.append(table)
+        shared = {name for name in shared if _same(_current(found[0].get(name)), _current(table.get(name)))}
+        if not shared:
+            break
+    return tuple(found)
+
+
 def plan_derived(seed: int, generation: int, rank: int, saved: Sequence[Any]) -> RngPlan:
     """Plan the streams of a rank that did not exist at the save.
 
@@ -122,7 +150,7 @@ def plan_derived(seed: int, generation: int, rank: int, saved: Sequence[Any]) ->
     (seed, generation, rank, stream).
 
     Args:
-        saved: what each saving rank stored as `rng`.
+        saved: what saving ranks stored as `rng`; see `sample_streams`.
     """
     present = capture_rng()
     derived: dict[str, Any] = {}

@@ -13,7 +13,7 @@ import torch
 
 from shardkeep.errors import StateMismatch, UnsupportedState, UsageError
 from shardkeep.spec.tensors import LocalTensor, Role
-from shardkeep.state.dtensor import cut_pieces, describe_tensor, get_spread, is_dtensor, local_of, settle
+from shardkeep.state.dtensor import PLAIN, cut_pieces, describe_tensor, get_spread, is_dtensor, local_of, settle
 from shardkeep.state.hostbytes import check_storable, dtype_name
 from shardkeep.state.wrappers import PerRank, Sharded
 
@@ -154,8 +154,11 @@ def take_apart(
     Raises:
         UnsupportedState: see `describe_tensor` and `resolve_plain`.
     """
-    words = {"role": role, "trainable": trainable, "device": device, "section": section}
     owner = value if owner is None else owner
+    if isinstance(value, torch.Tensor) and type(value) in PLAIN:
+        plain = describe_tensor(key, value, section=section, name=name, role=role, trainable=trainable, device=device)
+        return Parts(entries=(Entry(local=plain, owner=owner, data=value),), values={})
+    words = {"role": role, "trainable": trainable, "device": device, "section": section}
     inner = value.value if isinstance(value, PerRank) else value
     if isinstance(inner, Sharded):
         for tensor, _ in inner.pieces:
@@ -168,11 +171,11 @@ def take_apart(
     rule = find_rule(type(local_tensor))
     if rule is not None and rule.flatten is not None:
         return _take_subclass_apart(key, value, local_tensor, rule, name=name, owner=owner, **words)
-    plain = resolve_plain(key, local_tensor)
-    if plain is not local_tensor and not is_dtensor(inner):
-        value = PerRank(plain) if isinstance(value, PerRank) else plain
+    resolved = resolve_plain(key, local_tensor)
+    if resolved is not local_tensor and not is_dtensor(inner):
+        value = PerRank(resolved) if isinstance(value, PerRank) else resolved
     local = describe_tensor(key, value, name=name, **words)  # type: ignore[arg-type]
-    return Parts(entries=(Entry(local=local, owner=owner, data=plain),), values={})
+    return Parts(entries=(Entry(local=local, owner=owner, data=resolved),), values={})
 
 
 def _take_subclass_apart(

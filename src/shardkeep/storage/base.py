@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,14 +20,18 @@ class Capabilities:
     """What a store can do; `engine` asks this and never the type.
 
     Attributes:
-        exclusive_create: `put(if_absent=True)` is atomic between machines.
+        exclusive_create: `put(if_absent=True)` is atomic between machines; False: by a protocol that a process which
+            stalls at the wrong moment can break.
         write_offsets_multiple_bytes: `write_at` offsets must be multiples of this, in any order (1: anything goes).
         shared: every rank of the job sees the same objects.
+        remote: a service over a network: its trouble passes in minutes, so it is waited out by time (RETRY_BUDGET_S),
+            not by the number of tries.
     """
 
     exclusive_create: bool
     write_offsets_multiple_bytes: int
     shared: bool
+    remote: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,8 @@ class ObjectWriter(Protocol):
         """Write a block. Blocks do not overlap; together they cover `[0, size)`."""
 
     def finish(self) -> None:
-        """Make the object durable: on return it survives a power cut, its directory entry included.
+        """Make the object durable: on return it survives a power cut, its directory entry included; a service has
+        acknowledged it at its full size.
 
         Raises StorageError if any byte of `[0, size)` was not written or could not be made durable; after
         that the object is abandoned, never retried.
@@ -94,3 +99,16 @@ class Store(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects, durable on return, in the order given; missing ones are no error."""
+
+
+@runtime_checkable
+class CachingStore(Protocol):
+    """A store whose objects may be in memory already; an optional addition to `Store`."""
+
+    def read_cached_into(self, key: str, offset: int, buffer: memoryview) -> bool:
+        """Fill `buffer` with bytes `offset ..` of an object if they are in memory; return whether it did.
+
+        Never raises. What a medium holds only `read_into` tells: it is asked when this says no, or when the bytes
+        prove wrong.
+        """
+        ...

@@ -20,12 +20,14 @@ TEMPORARY_PREFIX: Final = ".tmp-"
 ALIGN_BYTES: Final = 4096
 """Offsets and lengths of direct I/O are multiples of this: the largest logical block of common devices."""
 
+WRITE_SOON_BYTES: Final = 1 << 20
+"""Buffered blocks of this size on are sent to the device at once; shorter ones are left to the kernel to gather."""
+
 FILE_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW
 _READ_FLAGS: Final = FILE_FLAGS | os.O_RDONLY | os.O_NONBLOCK  # NONBLOCK: a fifo must not hang the open
 _UNSUPPORTED: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 _NO_RESERVE: Final = _UNSUPPORTED | {errno.ENOSYS, errno.ENODEV}
 _NO_LINK: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-_RESERVE_TRIES: Final = 100
 
 
 class FolderNotDurable(OSError):
@@ -75,16 +77,9 @@ def reserve(fd: int, size_bytes: int) -> None:
     """
     if size_bytes == 0:
         return
-    import ctypes  # not for every start of the command
+    from shardkeep.storage import kernel  # ctypes, not for every start of the command
 
-    libc = ctypes.CDLL(None, use_errno=True)
-    call = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)
-    code = errno.ENOSYS
-    for _ in range(_RESERVE_TRIES):
-        if call is not None:
-            code = ctypes.get_errno() if call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)) else 0
-        if code != errno.EINTR:
-            break
+    code = kernel.reserve_room(fd, size_bytes)
     if code in _NO_RESERVE:
         os.ftruncate(fd, size_bytes)
     elif code:
@@ -101,11 +96,21 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
         done += count
 
 
+def write_buffered(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` through the page cache; of a large block, let the device begin at once."""
+    write_all(fd, data, offset)
+    if len(data) >= WRITE_SOON_BYTES:
+        from shardkeep.storage import kernel
+
+        kernel.start_writing(fd, offset, len(data))
+
+
 def write_direct(fd: int, data: memoryview, offset: int) -> int:
     """Write the aligned head of `data` past the page cache; return how many bytes that were.
 
-    What is left (a short tail, an address or block size the device does not take) goes through `write_all`. No page
-    is ever touched both ways by different blocks, as only pages that a block covers wholly are written here.
+    What is left (a short tail, an address or block size the device does not take, all of it where a file system
+    opens such files but refuses to write them) goes through `write_buffered`. No page is ever touched both ways by
+    different blocks, as only pages that a block covers wholly are written here.
     """
     body = len(data) - len(data) % ALIGN_BYTES if offset % ALIGN_BYTES == 0 else 0
     done = 0
@@ -113,7 +118,7 @@ def write_direct(fd: int, data: memoryview, offset: int) -> int:
         try:
             count = os.pwrite(fd, data[done:body], offset + done)
         except OSError as error:
-            if error.errno == errno.EINVAL:
+            if error.errno in _UNSUPPORTED:
                 break
             raise
         if count == 0:
@@ -141,7 +146,7 @@ def read_direct(fd: int, buffer: memoryview, offset: int) -> int:
         try:
             count = os.preadv(fd, [buffer[done:body]], offset + done)
         except OSError as error:
-            if error.errno == errno.EINVAL:
+            if error.errno in _UNSUPPORTED:
                 break
             raise
         if count == 0:

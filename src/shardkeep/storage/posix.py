@@ -122,6 +122,19 @@ class PosixStore:
             if done != len(view):
                 raise self._short(key, offset + len(view), offset + done)
 
+    def read_cached_into(self, key: str, offset: int, buffer: memoryview) -> bool:
+        """Fill `buffer` from the page cache if that seems to hold the bytes; see `CachingStore`."""
+        from shardkeep.storage import kernel  # ctypes, not for every start of the command
+
+        view = buffer.cast("B")
+        try:
+            with self._opened(key) as (_, fd, size_bytes):
+                if offset + len(view) > size_bytes or not kernel.looks_cached(fd, offset, len(view)):
+                    return False
+                return durable.read_all(fd, view, offset) == len(view)
+        except (OSError, NotFound):
+            return False
+
     def head(self, key: str) -> ObjectInfo:
         """Return an object's size. Raises NotFound."""
         check_key(key)

@@ -58,7 +58,7 @@ class PosixWriter:
         with self._using():
             with mapped("write", self._path, key=self._key):
                 done = 0 if self._direct_fd is None else durable.write_direct(self._direct_fd, view, offset)
-                durable.write_all(self._fd, view[done:], offset + done)
+                durable.write_buffered(self._fd, view[done:], offset + done)
 
     def finish(self) -> None:
         """Make the object durable: bytes, size, then its directory entry; see `ObjectWriter.finish`."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardkeep.engine import planning, save
+from shardkeep.engine import attempt, planning
 from shardkeep.engine.planning import PlanCache
 from shardkeep.engine.recover import roll_forward
 from shardkeep.engine.run import read_commit, scan_run
@@ -50,7 +50,7 @@ def test_a_save_that_fails_as_it_opens_leaves_no_plan_of_another_structure(
         raise StorageError("not now")
 
     with monkeypatch.context() as patch:
-        patch.setattr(save, "list_generations", refuse)
+        patch.setattr(attempt, "list_generations", refuse)
         with pytest.raises(StorageError, match="not now"):
             saver.save(2, lambda: capture_fake(LARGE), SaveOptions())
     saver.save(2, lambda: capture_fake(LARGE), SaveOptions())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from shardkeep.plan.reads import Segment, iter_segments, iter_view_segments, plan_ranges
+from shardkeep.plan.reads import Segment, iter_segments, plan_ranges
 from shardkeep.spec.chunks import Chunk, whole
 
 
 def test_a_single_element() -> None:
     assert list(iter_segments(Chunk((), ()), 100, Chunk((), ()), 8)) == [Segment(100, 0, 8)]
-    assert list(iter_view_segments((), (), 12, 4)) == [Segment(12, 0, 4)]
 
 
 def test_equal_chunks_are_one_copy() -> None:
@@ -23,14 +22,6 @@ def test_rows_are_one_copy() -> None:
 def test_chunks_that_share_nothing() -> None:
     assert list(iter_segments(Chunk((0,), (2,)), 0, Chunk((2,), (2,)), 4)) == []
     assert list(iter_segments(Chunk((0,), (2,)), 0, Chunk((1,), (0,)), 4)) == []
-
-
-def test_contiguous_views_are_one_copy() -> None:
-    assert list(iter_view_segments((3, 4), (4, 1), 8, 2)) == [Segment(8, 0, 24)]
-    # What the stride of a dimension of one is does not matter.
-    assert list(iter_view_segments((3, 1, 4), (4, 99, 1), 8, 2)) == [Segment(8, 0, 24)]
-    assert list(iter_view_segments((2, 3), (8, 1), 0, 4)) == [Segment(0, 0, 12), Segment(32, 12, 12)]
-    assert list(iter_view_segments((2, 0, 3), (1, 1, 1), 0, 4)) == []
 
 
 def test_no_segments_no_ranges() -> None:
