@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # What runs in parallel; the machine's cores by default.
 JOBS ?= auto
 
-.PHONY: install demo test test-all lint format types layers bench docs clean
+.PHONY: install demo demo-spot test test-all lint format types layers bench docs clean
 
 install: $(STAMP)
 
@@ -21,6 +21,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/shardkeep demo
+
+demo-spot: install
+	$(BIN)/shardkeep demo --spot $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) $(ARGS)

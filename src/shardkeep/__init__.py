@@ -41,10 +41,9 @@ if TYPE_CHECKING:
     from shardkeep.format.values import register_type
     from shardkeep.manager.manager import CheckpointManager
     from shardkeep.manager.oneoff import load, open, save
-    from shardkeep.manager.policies import Minutes, Steps
+    from shardkeep.manager.policies import Minutes, Steps, Tier
     from shardkeep.manager.preempt import EXIT_REQUEUE, Preemption
     from shardkeep.manager.resume import ResumeReport
-    from shardkeep.manager.tiers import Tier
     from shardkeep.plan.retention import Best, Keep
     from shardkeep.state.ddp import exact_ddp
     from shardkeep.state.gradients import Gradients
@@ -82,10 +81,9 @@ _HOMES = {
     "format.values": ("register_type",),
     "manager.manager": ("CheckpointManager",),
     "manager.oneoff": ("load", "open", "save"),
-    "manager.policies": ("Minutes", "Steps"),
+    "manager.policies": ("Minutes", "Steps", "Tier"),
     "manager.preempt": ("EXIT_REQUEUE", "Preemption"),
     "manager.resume": ("ResumeReport",),
-    "manager.tiers": ("Tier",),
     "plan.retention": ("Best", "Keep"),
     "state.ddp": ("exact_ddp",),
     "state.gradients": ("Gradients",),

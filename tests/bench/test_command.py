@@ -23,7 +23,8 @@ TINY = ("--size", "1MiB", "--rounds", "1", "--no-fill-memory")
 
 # The command in a process that finds no package of the names in BLOCKED.
 BLOCKER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background inherit "ignored"
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.partition('.')[0] in BLOCKED:
@@ -61,6 +62,7 @@ def find_leftovers(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_files_with_a_peer_that_fails_and_one_that_is_missing(tmp_path: Path) -> None:
     """A broken library costs its own row and nothing else."""
@@ -101,6 +103,16 @@ def test_files_with_a_peer_that_fails_and_one_that_is_missing(tmp_path: Path) ->
     assert os.listdir(disk) == []
 
 
+@pytest.mark.timeout(300)
+def test_one_group_without_peers(tmp_path: Path) -> None:
+    found, _ = run(tmp_path, "--only", "partial", "--peers", "none")
+    assert list(found) == [*list_keys(("partial",)), "details"]
+    assert found["load.partial.amplification"] >= 1.0
+    assert {"shardkeep"} == set(found["details"]["seconds"]["partial.rows"])
+    assert found["details"]["not_measured"] == {}
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_asynchronous_saves(tmp_path: Path) -> None:
@@ -133,7 +145,14 @@ def test_tune_says_what_to_set(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals, code: int) -> None:
     process = start(tmp_path, "--only", "save", "--peers", "none", "--rounds", "100000")
     assert process.stderr is not None
@@ -153,7 +172,7 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals, 
 
 
 def test_a_disk_that_is_too_small_is_refused(tmp_path: Path) -> None:
-    done = shardkeep("bench", tmp_path, "--size", "900TiB", "--only", "save", "--json")
+    done = shardkeep("bench", tmp_path / "a" / "b", "--size", "900TiB", "--only", "save", "--json")
     assert done.code == 30
     assert done.json["error"]["type"] == "OutOfSpace"
     assert "of disk" in done.json["error"]["message"]
@@ -169,12 +188,23 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path: Path) -> None:
         ((".", "--peers", "pickle"), "--peers pickle"),
         ((".", "--size", "large"), "size 'large'"),
         ((".", "--report", "/no/such/folder/x.html"), "there is no folder"),
+        ((".", "--report", "/"), "is a folder"),
+        ((".", "--report", "x.html", "--tune"), "--tune makes no report"),
+        (("~nobody-of-this-name/x",), "'~nobody-of-this-name/x'"),
     ],
 )
 def test_usage_errors(arguments: tuple[str, ...], text: str) -> None:
     done = shardkeep("bench", *arguments)
     assert done.code == 64
     assert text in done.err
+
+
+@pytest.mark.parametrize("url", ["s3://KEY:hunter2@bucket/run", "gs://b/x?sig=hunter2", "file://me:hunter2@host/run"])
+@pytest.mark.parametrize("name", ["bench", "ls"])
+def test_what_may_be_a_secret_is_not_repeated(name: str, url: str) -> None:
+    done = shardkeep(name, url)
+    assert done.code == 64
+    assert "hunter2" not in done.err + done.out
 
 
 def test_it_says_that_it_needs_torch(tmp_path: Path) -> None:

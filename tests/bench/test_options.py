@@ -25,7 +25,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "3 parsecs", "1e9"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "3 parsecs", "1e9", "inf", "2000TiB", "9" * 400])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="size"):
         parse_size(text)
@@ -41,6 +41,10 @@ def test_groups_and_peers() -> None:
         parse_groups(("asinc",))
     with pytest.raises(UsageError, match="safetensors"):
         parse_peers("safetensor")
+    with pytest.raises(UsageError, match="--only ','"):
+        parse_groups((",",))
+    with pytest.raises(UsageError, match="--peers ''"):
+        parse_peers("")
     with pytest.raises(UsageError, match="1 MiB"):
         BenchOptions(folder=Path(), size_bytes=10)
 

@@ -83,6 +83,13 @@ def test_demo_says_that_it_needs_torch() -> None:
     assert "next: pip install torch" in done.stderr
 
 
+def test_a_url_says_which_extra_it_needs() -> None:
+    done = run_blocked("ls", "s3://bucket/run", blocked=("obstore",))
+    assert done.returncode == 64
+    assert done.stderr.startswith("error: s3:// URLs need obstore, which is not installed")
+    assert 'next: pip install "shardkeep[objects]"' in done.stderr
+
+
 def make_synthetic_run(root: Path, step_count: int) -> None:
     store = PosixStore(root)
     run_id = create_run(store)

@@ -285,7 +285,8 @@ def test_memory_files_and_threads_stay_flat(mode: str, count: int, tmp_path: Pat
     """Like pytorch/pytorch#170163."""
     ((early, late),) = run_ranks(save_often, 1, str(tmp_path), mode, count, timeout_s=100)
     assert late[0] - early[0] < 8 << 10, (early, late)
-    assert late[1] - early[1] < 24 << 10, (early, late)
+    # Two arenas that the C library may reserve for threads; one block a save kept would be more.
+    assert late[1] - early[1] < 140 << 10, (early, late)
     assert late[2:] == early[2:]
 
 
@@ -312,9 +313,11 @@ def fail_often(rank: int, world_size: int, root: str) -> list[tuple[int, int, in
     return found
 
 
+@pytest.mark.slow
 def test_failed_saves_leave_nothing_behind_either(tmp_path: Path) -> None:
     ((early, late),) = run_ranks(fail_often, 1, str(tmp_path))
     assert late[0] - early[0] < 8 << 10, (early, late)
-    assert late[1] - early[1] < 24 << 10, (early, late)
+    # Two arenas that the C library may reserve for threads; one block a save kept would be more.
+    assert late[1] - early[1] < 140 << 10, (early, late)
     assert late[2:] == early[2:]
     assert steps_of(str(tmp_path)) == []

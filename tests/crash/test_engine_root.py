@@ -90,7 +90,7 @@ def test_metrics_that_are_no_numbers(tmp_path: Path, metrics: Any) -> None:
 def test_no_memory_for_a_block_is_an_error_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sk.save(tmp_path / "run", make_state(1))
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refuse)

@@ -99,3 +99,25 @@ def test_nothing_runs_on_when_the_command_is_ended(tmp_path: Path, number: signa
     assert wait_for(lambda: not find_ranks(tmp_path), 0.2 if number != signal.SIGKILL else 30)
     if number != signal.SIGKILL:
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_evicted_three_times_is_bit_identical(tmp_path: Path) -> None:
+    done = run(tmp_path, "--spot", "--json")
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["bit_identical"] is True
+    assert all(row["identical"] and row["count"] for row in result["rows"])
+    evictions = result["evictions"]
+    assert [(one["run"], one["world_size"]) for one in evictions] == [
+        *[("evicted", 2)] * 3,
+        *[("resized", 2), ("resized", 1), ("resized", 2)],
+    ]
+    assert all(one["tiers_wiped"] >= 1 and one["took_s"] < 10 for one in evictions)
+    assert done.stderr.count("SIGTERM after step") == 6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_spot_and_sabotage_do_not_go_together(tmp_path: Path) -> None:
+    done = run(tmp_path, "--spot", "--leave-out", "rng")
+    assert done.returncode == 64
+    assert "--leave-out" in done.stderr

@@ -100,6 +100,13 @@ def test_a_server_that_shows_no_folders_is_named(tmp_path: Path) -> None:
             assert later.value.retryable
 
 
+def test_an_index_that_is_too_large_is_refused_not_cut(published: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardkeep.storage.http_store._MAX_PAGE_BYTES", 100)
+    with pytest.raises(StorageError, match="larger than 100 bytes") as caught:
+        open_store(published).list_folders("")
+    assert not caught.value.retryable
+
+
 def test_a_partial_read_over_http_fetches_what_it_needs(tmp_path: Path) -> None:
     big = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
     sk.save(tmp_path / "run", {"model": {"big": big}})

@@ -25,10 +25,10 @@ from tests.support.training import Arrays, Step, build, find_differences, gather
 ENV = {"SHARDKEEP_PEER_SILENCE_S": "1", "SHARDKEEP_RETRY_BASE_S": "0", "SHARDKEEP_BARRIER_TIMEOUT_S": "40"}
 slow = pytest.mark.slow
 CASES = [
-    ("ddp", 2),
+    pytest.param("ddp", 2, marks=slow),
     ("fsdp", 2),
     pytest.param("fsdp", 4, marks=slow),
-    ("tp", 2),
+    pytest.param("tp", 2, marks=slow),
     pytest.param("fsdp_tp", 4, marks=slow),
     pytest.param("hsdp", 4, marks=slow),
     pytest.param("ddp", 3, marks=slow),

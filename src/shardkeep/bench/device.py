@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
-import mmap
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
+
+from shardkeep.engine.hostmemory import HostMemory
 
 BLOCK_BYTES: Final = 8 << 20
 ALIGN_BYTES: Final = 4096
@@ -82,7 +84,7 @@ class RawMover:
 
     def __init__(self, *, threads: int = 2, direct: bool = True) -> None:
         self._flag = os.O_DIRECT if direct else 0
-        self._blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(threads)]
+        self._blocks = [HostMemory(BLOCK_BYTES).view() for _ in range(threads)]
         noise = os.urandom(1 << 16) * (BLOCK_BYTES >> 16)
         for block in self._blocks:
             block[:] = noise
@@ -118,8 +120,7 @@ class RawMover:
         lock = threading.Lock()
         failures: list[BaseException] = []
 
-        def work(block: mmap.mmap) -> None:
-            view = memoryview(block)
+        def work(view: memoryview) -> None:
             try:
                 while not failures:
                     with lock:
@@ -140,7 +141,10 @@ class RawMover:
 
 
 def _write_block(fd: int, view: memoryview, offset: int) -> int:
-    return os.pwrite(fd, view, offset)
+    written = os.pwrite(fd, view, offset)
+    if written != len(view):  # a limit that wrote less than it should would look fast
+        raise OSError(errno.EIO, f"wrote {written} of {len(view)} bytes")
+    return written
 
 
 def _read_block(fd: int, view: memoryview, offset: int) -> int:

@@ -11,9 +11,9 @@ from shardkeep.bench.bars import GROUPS, Group
 from shardkeep.bench.registry import PEERS
 from shardkeep.errors import UsageError
 
-REFERENCE_BYTES: Final = 3 << 30
 PLAIN_BYTES: Final = 512 << 20
 LEAST_BYTES: Final = 1 << 20
+MOST_BYTES: Final = 1 << 50
 _UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
 
@@ -49,15 +49,18 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"size {text!r}: expected a number with a unit", advice="write it as in 512MiB or 3GiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    size = float(match[1]) * _UNITS[match[2].lower()]
+    if size > MOST_BYTES:
+        raise UsageError(f"size {text[:40]!r}: expected at most {MOST_BYTES >> 40} TiB")
+    return int(size)
 
 
 def parse_groups(names: tuple[str, ...]) -> tuple[Group, ...]:
     """Return the groups named, in their usual order; all without any. Raises UsageError."""
     wanted = {word.strip() for name in names for word in name.split(",") if word.strip()}
     unknown = sorted(wanted - set(GROUPS))
-    if unknown:
-        raise UsageError(f"--only {', '.join(unknown)}: expected {', '.join(GROUPS)}")
+    if unknown or (names and not wanted):
+        raise UsageError(f"--only {', '.join(unknown) or repr(names[0])}: expected {', '.join(GROUPS)}")
     return tuple(group for group in GROUPS if not wanted or group in wanted)
 
 
@@ -67,6 +70,8 @@ def parse_peers(text: str) -> tuple[str, ...]:
         return tuple(PEERS)
     words = [] if text == "none" else [word.strip() for word in text.split(",") if word.strip()]
     unknown = sorted(set(words) - set(PEERS))
-    if unknown:
-        raise UsageError(f"--peers {', '.join(unknown)}: expected all, none or some of {', '.join(PEERS)}")
+    if unknown or (not words and text != "none"):
+        raise UsageError(
+            f"--peers {', '.join(unknown) or repr(text)}: expected all, none or some of {', '.join(PEERS)}"
+        )
     return tuple(name for name in PEERS if name in words)

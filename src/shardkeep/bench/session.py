@@ -152,7 +152,9 @@ def check_room(options: BenchOptions, size_bytes: int) -> None:
     """Raise OutOfSpace where disk or memory is too small for what is to be measured."""
     states = max(FOOTPRINT[group] for group in options.groups)
     needed = int(size_bytes * states * 1.03) + (64 << 20 if states else 0)
-    free = shutil.disk_usage(options.folder).free
+    folder = options.folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())  # it is made only when there is room
+    free = shutil.disk_usage(there).free
     if free < needed:
         raise OutOfSpace(
             f"{options.folder}: measuring a state of {size_bytes >> 20} MiB needs {needed >> 20} MiB of disk; "
@@ -180,10 +182,10 @@ def open_session(options: BenchOptions, say: Callable[[str], None]) -> Iterator[
 
     shape = plan_state(options.size_bytes)
     try:
+        check_room(options, shape.size_bytes)
         options.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{options.folder}: {error.strerror}", retryable=False) from error
-    check_room(options, shape.size_bytes)
     with _terminable(), contextlib.ExitStack() as stack:
         stack.callback(signal.pthread_sigmask, signal.SIG_UNBLOCK, _SIGNALS)
         try:

@@ -77,7 +77,6 @@ class RankJob:
             world_size=config.world_size,
             timeout=datetime.timedelta(seconds=_TIMEOUT_S),
         )
-        self._config = config
         self._contenders: dict[str, Contender] = {}
         self.state = make_sharded(config.size_bytes, config.world_size)
 

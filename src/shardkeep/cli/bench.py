@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Any, Final
@@ -63,8 +64,8 @@ def command(
         raise CheckpointError(
             "the benchmark measures live tensors and needs torch, which is not installed", advice="pip install torch"
         )
-    if report is not None and not report.absolute().parent.is_dir():
-        raise UsageError(f"--report {report}: there is no folder {report.absolute().parent}")
+    if report is not None:
+        _check_report(report, tune=tune)
     if tune:
         return _tune(options, as_json=as_json)
     result = run_bench(options, say=_say)
@@ -77,6 +78,18 @@ def command(
     else:
         write(*_format(result))
     return 0
+
+
+def _check_report(report: Path, *, tune: bool) -> None:
+    """Refuse before anything is measured what would fail after it. Raises UsageError."""
+    if tune:
+        raise UsageError("--report: --tune makes no report", advice="give --json for a document of its figures")
+    if report.is_dir():
+        raise UsageError(f"--report {report}: is a folder", advice="name a file in it")
+    if not report.absolute().parent.is_dir():
+        raise UsageError(f"--report {report}: there is no folder {report.absolute().parent}")
+    if not os.access(report if report.exists() else report.absolute().parent, os.W_OK):
+        raise UsageError(f"--report {report}: may not be written")
 
 
 def _has_torch() -> bool:
@@ -94,10 +107,13 @@ def _say(text: str) -> None:
 def _find_folder(place: str) -> Path:
     scheme = _SCHEME.match(place)
     if scheme is None:
-        return Path(place).expanduser()
+        try:
+            return Path(place).expanduser()
+        except RuntimeError as error:  # ~nobody
+            raise UsageError(f"{place!r}: {error}", advice="give the folder's whole path") from None
     if scheme[1].lower() != "file":
         raise UsageError(
-            f"{place!r}: the benchmark measures folders; {scheme[1]}:// is not measured",
+            f"the benchmark measures folders; {scheme[1]}:// is not measured",  # the rest may hold a password
             advice="give the path of a folder on the storage to measure",
         )
     from shardkeep.storage.resolve import open_store

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,7 @@ import msgspec
 
 from shardkeep.demo.records import RankConfig
 from shardkeep.errors import PeerFailure
+from shardkeep.manager.preempt import EXIT_REQUEUE
 
 POLL_S: Final = 0.1
 JOB_LIMIT_S: Final = 900.0
@@ -40,7 +41,13 @@ class JobEnd:
 
 
 def run_job(
-    config: RankConfig, world_size: int, output: Path, watch: Callable[[], None], *, killed_ok: int | None = None
+    config: RankConfig,
+    world_size: int,
+    output: Path,
+    watch: Callable[[], None],
+    *,
+    killed_ok: int | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> JobEnd:
     """Run all ranks to their end; no process of the job is left on return, however it returns.
 
@@ -48,18 +55,71 @@ def run_job(
         output: a folder for what the ranks print, one file each.
         watch: called a few times a second while the job runs.
         killed_ok: a rank that is expected to die by SIGKILL.
+        env: further variables of the ranks' environment.
 
     Raises:
         PeerFailure: a rank failed otherwise (with the end of what it printed), or the job took too long.
     """
     output.mkdir(parents=True, exist_ok=True)
-    with _start(config, world_size, output) as ranks:
+    with _start(config, world_size, output, env or {}) as ranks:
         end = _wait(ranks, watch)
-    if end.rank is None or (end.was_killed and end.rank == killed_ok):
-        return end
+    if end.rank is not None and not (end.was_killed and end.rank == killed_ok):
+        raise _failure(end, output)
+    return end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """How a job took its eviction: seconds from the notice to the end, and how many ranks had to be killed."""
+
+    took_s: float
+    killed_count: int
+
+
+def run_until_evicted(
+    config: RankConfig,
+    world_size: int,
+    output: Path,
+    is_due: Callable[[], bool],
+    *,
+    notice_s: float,
+    env: Mapping[str, str],
+) -> Eviction:
+    """Run all ranks until `is_due`, give them notice (SIGTERM), and kill those that are left `notice_s` later.
+
+    Raises:
+        PeerFailure: a rank ended before the notice, or otherwise than to be started again.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    with _start(config, world_size, output, env) as ranks:
+        end_s = time.monotonic() + JOB_LIMIT_S
+        while not is_due():
+            ended = [rank for rank, process in enumerate(ranks) if process.poll() is not None]
+            if ended or time.monotonic() > end_s:
+                first = ended[0] if ended else 0
+                raise _failure(JobEnd(rank=first, returncode=ranks[first].returncode), output)
+            time.sleep(POLL_S / 4)
+        noticed_s = time.monotonic()
+        for process in ranks:
+            _signal(process, signal.SIGTERM)
+        while time.monotonic() < noticed_s + notice_s and any(process.poll() is None for process in ranks):
+            time.sleep(POLL_S / 4)
+        took_s = time.monotonic() - noticed_s
+        left = [process for process in ranks if process.poll() is None]
+        for process in left:
+            _signal(process, signal.SIGKILL)
+        codes = [process.wait() for process in ranks]
+    for rank, code in enumerate(codes):
+        if code not in (EXIT_REQUEUE, -signal.SIGKILL):
+            raise _failure(JobEnd(rank=rank, returncode=code), output)
+    return Eviction(took_s=took_s, killed_count=len(left))
+
+
+def _failure(end: JobEnd, output: Path) -> PeerFailure:
+    assert end.rank is not None
     code = end.returncode or 0
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    raise PeerFailure(
+    return PeerFailure(
         f"a rank of the demo {how}",
         causes={end.rank: _read_tail(_output_path(output, end.rank))},
         advice="shardkeep demo --keep DIR keeps everything the ranks wrote",
@@ -67,9 +127,11 @@ def run_job(
 
 
 @contextlib.contextmanager
-def _start(config: RankConfig, world_size: int, output: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _start(
+    config: RankConfig, world_size: int, output: Path, env: Mapping[str, str]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     command = [sys.executable, "-m", "shardkeep.demo.train", msgspec.json.encode(config).decode()]
-    shared = _make_environment(world_size, output)
+    shared = [*_make_environment(world_size, output), *(f"{name}={value}" for name, value in sorted(env.items()))]
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world_size):

@@ -76,12 +76,50 @@ SMALL: Final = Shape(
 )
 
 
+SPOT: Final = Shape(
+    layers_count=2,
+    width=96,
+    heads_count=4,
+    context_bytes=64,
+    batch_count=12,
+    windows_count=204,
+    stop=32,
+    save_every=8,
+    kill_step=16,
+    reshard_step=24,
+    world_size=2,
+    reshard_world_size=3,
+)
+SPOT_SMALL: Final = Shape(
+    layers_count=1,
+    width=32,
+    heads_count=2,
+    context_bytes=32,
+    batch_count=6,
+    windows_count=45,
+    stop=12,
+    save_every=4,
+    kill_step=8,
+    reshard_step=8,
+    world_size=2,
+    reshard_world_size=1,
+)
+
+
 class Kill(Struct, frozen=True, kw_only=True):
     """The accident of the demo: `rank` dies within its second block of the save of `step`, once."""
 
     rank: int
     step: int
     marker: str
+
+
+class TierConfig(Struct, frozen=True, kw_only=True):
+    """A faster place before the root; see `shardkeep.Tier`."""
+
+    url: str
+    every: int
+    keep: int = 1
 
 
 class RankConfig(Struct, frozen=True, kw_only=True):
@@ -91,6 +129,8 @@ class RankConfig(Struct, frozen=True, kw_only=True):
         root: the run's folder. logs: where the ranks write down what they did.
         save: whether to save at all. resume_step: the step to resume from; None: the newest.
         parent_pid: the process without which the ranks end.
+        tiers: faster places; with them, saves go on in the background. grace_s: seconds from a signal to the kill.
+        hash_every: after how many steps the state is written down; None: as often as it is saved.
     """
 
     root: str
@@ -101,6 +141,9 @@ class RankConfig(Struct, frozen=True, kw_only=True):
     resume_step: int | None = None
     kill: Kill | None = None
     leave_out: LeaveOut | None = None
+    tiers: tuple[TierConfig, ...] = ()
+    grace_s: float | None = None
+    hash_every: int | None = None
 
 
 class StartRecord(Struct, frozen=True, kw_only=True, tag="start", tag_field="kind"):

@@ -46,7 +46,7 @@ def run_demo(options: DemoOptions | None = None, *, json: bool = False) -> int:
         UsageError: options. PeerFailure: a rank failed in a way that is no part of the demo.
     """
     options = options or DemoOptions()
-    with _end_on_sigterm(), _open_folder(options.keep) as folder:
+    with end_on_sigterm(), open_folder(options.keep) as folder:
         progress = start_progress()
         result = _Course(options, folder, progress).run()
         if options.keep is not None:
@@ -56,7 +56,7 @@ def run_demo(options: DemoOptions | None = None, *, json: bool = False) -> int:
 
 
 @contextlib.contextmanager
-def _end_on_sigterm() -> Iterator[None]:
+def end_on_sigterm() -> Iterator[None]:
     """Make SIGTERM and SIGHUP unwind the stack, so that ranks and files go with this process."""
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -74,7 +74,8 @@ def _end_on_sigterm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _open_folder(keep: Path | None) -> Iterator[Path]:
+def open_folder(keep: Path | None) -> Iterator[Path]:
+    """Yield the folder for everything the demo writes; a temporary one goes at the end."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep.resolve()

@@ -40,9 +40,10 @@ def main(argument: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        _train(config, dist.get_rank())
+        exit_code = _train(config, dist.get_rank())
     finally:
         dist.destroy_process_group()
+    sys.exit(exit_code)
 
 
 def _seed(rank: int) -> None:
@@ -54,7 +55,7 @@ def _seed(rank: int) -> None:
     torch.manual_seed(30 + rank)
 
 
-def _train(config: RankConfig, rank: int) -> None:
+def _train(config: RankConfig, rank: int) -> int:
     import torch
 
     import shardkeep as sk
@@ -79,7 +80,15 @@ def _train(config: RankConfig, rank: int) -> None:
         store = KillingStore(store, config.kill)
     unscheduled = scheduler.state_dict()
     every = shape.save_every if config.save else None
-    with sk.CheckpointManager(config.root, save_every=every, store=store, tolerate=0) as manager:
+    with sk.CheckpointManager(
+        config.root,
+        save_every=every,
+        store=store,
+        tolerate=0,
+        tiers=[sk.Tier(tier.url, every=tier.every, keep=tier.keep) for tier in config.tiers],
+        mode="async" if config.tiers else "blocking",
+        preemption=sk.Preemption(grace_s=config.grace_s),
+    ) as manager:
         report = manager.resume(state, step=config.resume_step)
         with contextlib.closing(RankLog(config.logs, report.generation, rank)) as log:
             log.write(
@@ -99,9 +108,10 @@ def _train(config: RankConfig, rank: int) -> None:
                 log.write(hash_state(report.step, "restored", state, rank=rank))
             for step, (window, ids) in manager.steps(loader, stop=shape.stop):
                 log.write(_train_step(step, window, ids, state))
-                if step % shape.save_every == 0:
+                if step % (config.hash_every or shape.save_every) == 0:
                     log.write(hash_state(step, "trained", state, rank=rank))
                 manager.after_step(step, state)
+    return manager.exit_code
 
 
 def _train_step(step: int, window: Any, ids: Any, state: dict[str, Any]) -> StepRecord:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardkeep.engine.run import list_generations, read_generation, read_run_id
+from shardkeep.engine.run import exists, list_generations, read_generation, read_run_id
 from shardkeep.errors import AlreadyExists, Fenced, NotFound, StorageError, UsageError
-from shardkeep.format.names import COMMIT_RECORD, StepRef, find_step, format_generation
+from shardkeep.format.names import COMMIT_RECORD, find_step, format_generation
 from shardkeep.storage.base import Store
 
 
@@ -39,21 +39,13 @@ def choose_attempt(store: Store, step: int, *, run_id: str, generation: int, new
         if (ref := find_step(generation, name)) and ref.step == step
     ]
     for ref in tries:
-        if _is_committed(store, ref):
+        if exists(store, ref.key(COMMIT_RECORD)):
             raise AlreadyExists(
                 f"{ref} is committed already",
                 step=step,
                 advice="save a later step, or start the job again: each start has folders of its own",
             )
     return max((ref.attempt for ref in tries), default=0) + 1
-
-
-def _is_committed(store: Store, ref: StepRef) -> bool:
-    try:
-        store.head(ref.key(COMMIT_RECORD))
-    except NotFound:
-        return False
-    return True
 
 
 def _check_root(store: Store, step: int, run_id: str, generation: int) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from shardkeep.engine.hostmemory import HostMemory
 from shardkeep.engine.parallel import run_parallel
 from shardkeep.errors import StorageError
 from shardkeep.format.digests import BLOCK_BYTES
@@ -33,7 +33,7 @@ def run_blocks(tasks: Iterable[T], work: Callable[[T, memoryview], None], *, thr
 
 def _make_block() -> memoryview:
     try:
-        return memoryview(mmap.mmap(-1, BLOCK_BYTES))
+        return HostMemory(BLOCK_BYTES).view()
     except OSError as error:
         raise StorageError(
             f"no memory for a block of {BLOCK_BYTES} bytes on the host: {error}",

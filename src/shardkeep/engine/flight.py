@@ -38,6 +38,7 @@ class Flight(Generic[T]):
             self._thread.start()
         except RuntimeError:
             # The other ranks have begun the same save and wait for this one: late is better than never.
+            self._urgent = True  # the caller waits, and must not be left with an idle I/O priority
             self._run()
 
     def _run(self) -> None:

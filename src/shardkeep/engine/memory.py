@@ -38,25 +38,38 @@ class RunMemory:
         self._briefs: dict[StepRef, CommitBrief] = {}
 
     def plan(
-        self, keep: Keep, *, settled: int | None = None, waiting: frozenset[StepRef] = frozenset()
+        self,
+        keep: Keep,
+        *,
+        settled: int | None = None,
+        waiting: frozenset[StepRef] = frozenset(),
+        cached: bool = False,
     ) -> tuple[RunView, PrunePlan] | None:
         """Return the run as it is now and what to remove of it; None when it is not this generation's any more.
 
         The files of all that is to be removed are listed anew. Raises as `scan_run`.
 
         Args:
-            settled: the last step that was dealt with: later ones stay, as they may still be written or wait to be
-                copied. None: nothing goes on meanwhile.
-            waiting: checkpoints that no rule removes for now.
+            settled: the last step that was dealt with: later ones of this generation stay, as they may still be
+                written or wait to be copied. None: nothing goes on meanwhile.
+            waiting: checkpoints that are not removed for now, whole or not.
+            cached: this is a faster place for some of a root's checkpoints, with room neither for the one that this
+                start resumed from, nor for those of older generations that are on no timeline any more.
         """
         remembered = self._recall()
         for view in (remembered, None) if remembered is not None else (None,):
             view = view or self._look()
             if view is None:
                 return None
-            later = {ref for ref in view.folders if settled is not None and ref.step > settled}
+            live = [ref for ref in view.folders if ref.generation == self._generation]
+            later = {ref for ref in live if settled is not None and ref.step > settled}
             seen = dataclasses.replace(view, held=view.held | waiting | later)
-            plan = plan_prune(self._store, seen, keep, live=self._generation, settled=settled, briefs=self._briefs)
+            plan = plan_prune(
+                self._store, seen, keep, live=self._generation, settled=settled, briefs=self._briefs, cached=cached
+            )
+            if cached:
+                lost = _find_abandoned(seen, self._generation)
+                plan = dataclasses.replace(plan, orphans=tuple(sorted({*plan.orphans, *lost})))
             if view is not remembered or not plan.all or self._stands(view, plan):
                 return self._with_files(view, plan)
         raise AssertionError("a view that was just read is planned with")
@@ -115,6 +128,16 @@ class RunMemory:
         self._view = dataclasses.replace(view, folders={**kept, **forgotten})
         self._briefs = {ref: brief for ref, brief in self._briefs.items() if ref in kept}
         return current, plan
+
+
+def _find_abandoned(view: RunView, live: int) -> list[StepRef]:
+    """Return the committed checkpoints that a start which went back, or began anew, left behind it."""
+    timeline = set(view.timeline)
+    return [
+        ref
+        for ref, folder in view.folders.items()
+        if folder.committed and not folder.pruning and ref.generation < live and ref not in timeline | view.held
+    ]
 
 
 def _shorten(folder: StepFolder) -> StepFolder:

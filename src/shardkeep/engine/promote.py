@@ -7,19 +7,24 @@ part record that is there says that its shards are, too.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+import msgspec
+from msgspec import Struct
 
 from shardkeep import knobs
 from shardkeep.engine.blocks import run_blocks
 from shardkeep.engine.reader import PartReader, read_verified
-from shardkeep.engine.run import read_commit, record_limit
+from shardkeep.engine.run import exists, record_limit
 from shardkeep.engine.tiers import is_committed
-from shardkeep.errors import NotFound
+from shardkeep.errors import CheckpointError, Corrupt, NotCommitted, NotFound, PeerFailure, StorageError
 from shardkeep.format.digests import BLOCK_BYTES
 from shardkeep.format.names import COMMIT_RECORD, HF_INDEX, StepRef, format_digests, format_part
-from shardkeep.format.records import CommitRecord
+from shardkeep.format.records import CommitRecord, decode_record
+from shardkeep.plan.checks import check_commit
 from shardkeep.ranks.base import Group
 from shardkeep.storage.base import ObjectWriter, Store
 
@@ -43,45 +48,171 @@ class Pace:
             time.sleep(pause_s)
 
 
-def promote(source: Store, target: Store, group: Group, ref: StepRef, *, run_id: str, pace: Pace) -> int:
-    """Copy one committed checkpoint from one store to another (collective); return the bytes that this rank copied.
+class Promotion(Struct, frozen=True, kw_only=True):
+    """What became of a copy, the same on every rank but for the bytes.
 
-    Raises:
-        Corrupt: a source's bytes are damaged; nothing is committed. NotCommitted: it is not there any more.
-        StorageError, PeerFailure: likewise; the next try takes up what is there.
+    Attributes:
+        copied_bytes: what this rank copied.
+        problem: why it is not there; empty: it is.
+        lasting: no later try will do better.
+    """
+
+    copied_bytes: int = 0
+    problem: str = ""
+    lasting: bool = False
+
+
+def promote(
+    source: Store,
+    target: Store,
+    group: Group,
+    ref: StepRef,
+    *,
+    run_id: str,
+    pace: Pace,
+    prepare: Callable[[], None] = lambda: None,
+) -> Promotion:
+    """Copy one committed checkpoint from one store to another (collective).
+
+    Nothing is raised that all ranks do not raise: what one of them meets is the outcome for all, so that their next
+    calls are the same. A copy that did not come to its end is taken up by the next try.
+
+    Args:
+        prepare: called on every rank before it writes.
     """
     copied: list[int] = []
 
     def work() -> bytes:
-        if is_committed(target, ref):
-            copied.append(0)
-            return b""
-        commit = read_commit(source, ref, run_id=run_id)
-        # Of a checkpoint of another number of ranks, the parts are dealt out.
-        mine = range(group.rank, commit.world_size, group.world_size)
-        copied.append(sum(_copy_part(source, target, commit, rank, pace) for rank in mine))
+        try:
+            prepare()
+            if not is_committed(target, ref):
+                commit = _decode_commit(data, ref, run_id)
+                # Of a checkpoint of another number of ranks, the parts are dealt out.
+                mine = range(group.rank, commit.world_size, group.world_size)
+                copied.append(sum(_copy_part(source, target, commit, rank, pace) for rank in mine))
+        except (CheckpointError, OSError, MemoryError) as error:
+            return msgspec.json.encode(_judge(error))
+        return msgspec.json.encode(Promotion())
+
+    def decide(found: list[bytes]) -> bytes:
+        seen = [msgspec.json.decode(one, type=Promotion) for one in found]
+        failed = sorted((one for one in seen if one.problem), key=lambda one: not one.lasting)
+        if failed:
+            return msgspec.json.encode(failed[0])
+        if not is_committed(target, ref):
+            _copy_beside(source, target, _decode_commit(data, ref, run_id))
+            # ORDER: every part is durable in the target before this write.
+            target.put(ref.key(COMMIT_RECORD), data, if_absent=True)
+        return msgspec.json.encode(Promotion())
+
+    try:
+        data = _share_record(source, group, ref)
+        verdict = msgspec.json.decode(group.agree("tier.promote", work, decide), type=Promotion)
+        if not verdict.problem:
+            spread_record(target, group, ref)
+    except CheckpointError as error:  # alike on all ranks: the coordinator's own, or a peer that is lost
+        return _judge(error)
+    return msgspec.structs.replace(verdict, copied_bytes=sum(copied))
+
+
+def spread_record(store: Store, group: Group, ref: StepRef) -> None:
+    """Bring a commit record to where ranks do not see what the coordinator wrote: other nodes (collective).
+
+    Raises alike on all ranks: NotCommitted, StorageError, PeerFailure.
+    """
+    if group.world_size == 1:
+        return
+    data = _share_record(store, group, ref)
+
+    def write() -> bytes:
+        if not exists(store, ref.key(COMMIT_RECORD)):
+            store.put(ref.key(COMMIT_RECORD), data, if_absent=True)
+        return b""
+
+    agree_alike(group, "tier.spread", write)
+
+
+def agree_alike(group: Group, name: str, work: Callable[[], bytes]) -> None:
+    """Do something on every rank; raise StorageError on all of them when storage failed on any."""
+
+    def attempt() -> bytes:
+        try:
+            work()
+        except StorageError as error:
+            return f"rank {group.rank}: {error}".encode()
+        return b""
+
+    problem = group.agree(name, attempt, lambda found: next((one for one in found if one), b""))
+    if problem:
+        raise StorageError(problem.decode(), retryable=True)
+
+
+def may_pass_over(group: Group, error: CheckpointError) -> bool:
+    """Say whether a save that failed goes on in its next place: when storage was all that failed, on any rank.
+
+    Collective; every rank has an error, not all the same one.
+    """
+    own = b"1" if is_storage_failure(error) else b"0"
+    return group.agree("save.passed_over", lambda: own, lambda found: min(found)) == b"1"
+
+
+def is_storage_failure(error: BaseException) -> bool:
+    """Say whether storage failed, and nothing else, on this rank or on others."""
+    if isinstance(error, PeerFailure):
+        return set(error.exit_codes.values()) == {StorageError.exit_code}
+    return isinstance(error, StorageError)
+
+
+def _judge(error: BaseException) -> Promotion:
+    """Return what an error makes of a copy. By its exit code, which all ranks know."""
+    codes = {getattr(error, "exit_code", CheckpointError.exit_code)}
+    if isinstance(error, PeerFailure) and error.exit_codes:
+        codes = set(error.exit_codes.values())
+    text = error.message if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    passing = {StorageError.exit_code, PeerFailure.exit_code, CheckpointError.exit_code}
+    return Promotion(problem=text or "it failed", lasting=not codes <= passing)
+
+
+def _share_record(store: Store, group: Group, ref: StepRef) -> bytes:
+    """Return a commit record as this rank sees it; to a rank that does not, the coordinator gives its own."""
+    own: list[bytes] = []
+    errors: list[CheckpointError] = []
+
+    def look() -> bytes:
+        try:
+            own.append(store.get(ref.key(COMMIT_RECORD), limit_bytes=record_limit()))
+        except (NotFound, StorageError) as error:
+            errors.append(error)
+            return b"lacks"
         return b""
 
     def decide(found: list[bytes]) -> bytes:
-        if not is_committed(target, ref):
-            _copy_beside(source, target, read_commit(source, ref, run_id=run_id))
-            # ORDER: every part is durable in the target before this write.
-            _copy_object(source, target, ref.key(COMMIT_RECORD))
-        return b""
+        if errors and isinstance(errors[0], StorageError):
+            raise errors[0]
+        if not own:
+            raise NotCommitted(f"{store.url}: {ref} is not there any more", step=ref.step)
+        return own[0] if any(found) else b""
 
-    group.agree("tier.promote", work, decide)
-    return copied[0]
+    verdict = group.agree("tier.record", look, decide)
+    return own[0] if own else verdict
+
+
+def _decode_commit(data: bytes, ref: StepRef, run_id: str) -> CommitRecord:
+    key = ref.key(COMMIT_RECORD)
+    record = decode_record(CommitRecord, data, where=key)
+    if record.ref != ref or record.run_id != run_id:
+        raise Corrupt(f"{key}: is the commit record of {record.ref} of run {record.run_id}", step=ref.step)
+    return check_commit(record, where=key)
 
 
 def _copy_part(source: Store, target: Store, commit: CommitRecord, rank: int, pace: Pace) -> int:
     ref = commit.ref
     key = ref.key(format_part(rank))
-    summary = commit.parts[rank]
-    try:
-        if target.head(key).size_bytes == summary.size_bytes:
+    with contextlib.suppress(NotFound):
+        found = target.get(key, limit_bytes=record_limit())
+        if hashlib.sha256(found).hexdigest() == commit.parts[rank].sha256:
             return 0  # written last, so all of the part is there
-    except NotFound:
-        pass
+        target.delete([key])
     part = PartReader(source, commit, rank)
     names = [shard.name for shard in part.record.shards]
     # What an interrupted copy left may be half a file under its final name.

@@ -52,6 +52,7 @@ def plan_prune(
     live: int | None,
     settled: int | None = None,
     briefs: dict[StepRef, CommitBrief] | None = None,
+    cached: bool = False,
 ) -> PrunePlan:
     """Decide what to remove, from what storage shows now. Removes nothing.
 
@@ -59,10 +60,11 @@ def plan_prune(
         live: the generation that is saving now and whose uncommitted tries are given up, those up to the step
             `settled` (None: all; later ones may be under way); None when nobody saves (offline): then only older
             generations' tries are orphans.
+        cached: this is no root, which alone must hold the checkpoint that the live generation resumed from.
         briefs: what is known of commit records, which never change; those that are read are added.
     """
     timeline = view.timeline
-    parent = view.generations[view.head].parent if view.head else None
+    parent = view.generations[view.head].parent if view.head and not cached else None
     briefs = {} if briefs is None else briefs
     # Without a rule nothing that counts is removed, whatever it is.
     candidates = [_candidate(store, view, ref, briefs) for ref in timeline] if keep != Keep() else []
@@ -73,6 +75,7 @@ def plan_prune(
         for ref, folder in view.folders.items()
         if not folder.committed
         and not folder.pruning
+        and ref not in view.held
         and (ref.generation < view.head or (live == view.head and (settled is None or ref.step <= settled)))
     )
     sizes = sum(sum(view.folders[ref].files.values()) for ref in {*steps, *unfinished, *orphans})

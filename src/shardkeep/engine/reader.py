@@ -14,11 +14,18 @@ from shardkeep.engine.blocks import run_blocks
 from shardkeep.engine.phases import PhaseTimes
 from shardkeep.engine.run import read_twice, record_limit
 from shardkeep.errors import Corrupt, NotFound
-from shardkeep.format.digests import BLOCK_BYTES, LEAF_BYTES, DigestTable, find_bad_leaf, leaf_count
+from shardkeep.format.digests import (
+    BLOCK_BYTES,
+    LEAF_BYTES,
+    DigestTable,
+    find_bad_leaf,
+    find_bad_leaf_in,
+    leaf_count,
+)
 from shardkeep.format.names import StepRef, format_digests, format_part, is_shard
 from shardkeep.format.records import CommitRecord, PartRecord, decode_record
 from shardkeep.plan.reads import Segment, plan_ranges
-from shardkeep.spec.tensors import HostBytes
+from shardkeep.spec.tensors import HostBytes, MappedBytes
 from shardkeep.storage.base import CachingStore, Store
 
 
@@ -41,7 +48,6 @@ class PartReader:
         self.record = read_twice(lambda: _read_part(store, commit, rank))
         self._digests: DigestTable | None = None
         self._lock = threading.Lock()
-        self._not_in_memory: set[int] = set()
 
     @property
     def digests(self) -> DigestTable:
@@ -51,17 +57,11 @@ class PartReader:
                 self._digests = read_twice(self._read_digests)
             return self._digests
 
-    def read_cached(self, shard: int, begin: int, data: memoryview) -> bool:
-        """Fill `data` out of this host's memory, if the shard is there; return whether it did.
-
-        A shard that was not there once counts as cold: a restart on another machine does not ask for every block.
-        """
-        if shard in self._not_in_memory or not isinstance(self.store, CachingStore):
+    def read_cached(self, shard: int, begin: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill buffers one after the other from this host's memory, if it holds the bytes; return whether it did."""
+        if not isinstance(self.store, CachingStore):
             return False
-        if self.store.read_cached_into(self.ref.key(self.record.shards[shard].name), begin, data):
-            return True
-        self._not_in_memory.add(shard)
-        return False
+        return self.store.read_cached_into(self.ref.key(self.record.shards[shard].name), begin, buffers)
 
     def _read_digests(self) -> DigestTable:
         key = self.ref.key(format_digests(self.rank))
@@ -166,7 +166,10 @@ def read_copies(wanted: Iterable[tuple[PartReader, int, Sequence[Copy]]], spent:
 
 def _read_range(task: _Range, block: memoryview, spent: PhaseTimes) -> None:
     data = block[: task.end - task.begin]
-    read_verified(task.reader, task.shard, task.begin, data, spent)
+    buffers = _find_buffers(task, data)
+    if buffers is not None and _read_in_place(task, buffers, spent):
+        return
+    read_verified(task.reader, task.shard, task.begin, data, spent, ask_memory=buffers is None)
     with spent.phase("copy"):
         for copy in task.copies:
             source, target, length = copy.segment.source, copy.segment.target, copy.segment.length
@@ -175,8 +178,51 @@ def _read_range(task: _Range, block: memoryview, spent: PhaseTimes) -> None:
                 copy.data.copy_in(target + start - source, data[start - task.begin : stop - task.begin])
 
 
+def _read_in_place(task: _Range, buffers: Sequence[memoryview], spent: PhaseTimes) -> bool:
+    """Read what this host's memory holds straight to where it belongs, verified there; return whether that worked.
+
+    If not, the targets may hold anything, and are written again from what is read from storage.
+    """
+    with spent.phase("read"):
+        if not task.reader.read_cached(task.shard, task.begin, buffers):
+            return False
+    first = task.begin // LEAF_BYTES
+    digests = task.reader.digests.leaves(task.shard, first, first + leaf_count(task.end - task.begin))
+    with spent.phase("digest"):
+        return find_bad_leaf_in(buffers, digests) is None
+
+
+def _find_buffers(task: _Range, block: memoryview) -> list[memoryview] | None:
+    """Return the memory that takes the range's bytes, in order: of the targets, and of `block` what nobody wants."""
+    buffers: list[memoryview] = []
+    at = task.begin
+    for copy in task.copies:
+        start, stop = max(copy.segment.source, task.begin), min(copy.segment.source + copy.segment.length, task.end)
+        if start >= stop:
+            continue
+        if start < at or not isinstance(copy.data, MappedBytes):
+            return None  # wanted twice, or not plain memory
+        shift = copy.segment.target - copy.segment.source
+        memory = copy.data.find_memory(start + shift, stop + shift)
+        if memory is None:
+            return None
+        if at < start:
+            buffers.append(block[at - task.begin : start - task.begin])
+        buffers.append(memory)
+        at = stop
+    if at < task.end:
+        buffers.append(block[at - task.begin : task.end - task.begin])
+    return buffers
+
+
 def read_verified(
-    reader: PartReader, shard: int, begin: int, data: memoryview, spent: PhaseTimes | None = None
+    reader: PartReader,
+    shard: int,
+    begin: int,
+    data: memoryview,
+    spent: PhaseTimes | None = None,
+    *,
+    ask_memory: bool = True,
 ) -> None:
     """Fill `data` with a shard's bytes from the leaf boundary `begin` on, and check every leaf.
 
@@ -185,6 +231,7 @@ def read_verified(
 
     Args:
         spent: takes the seconds of the phases `read` and `digest`.
+        ask_memory: False: this host's memory was asked before.
     """
     times = spent or PhaseTimes()
     plan = reader.record.shards[shard]
@@ -192,7 +239,7 @@ def read_verified(
     first = begin // LEAF_BYTES
     digests = reader.digests.leaves(shard, first, first + leaf_count(len(data)))
     with times.phase("read"):
-        in_memory = reader.read_cached(shard, begin, data)
+        in_memory = ask_memory and reader.read_cached(shard, begin, [data])
     if in_memory:
         with times.phase("digest"):
             if find_bad_leaf(data, digests) is None:

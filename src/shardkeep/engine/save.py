@@ -21,10 +21,11 @@ from shardkeep.engine.contents import make_commit, make_facts, make_index
 from shardkeep.engine.flight import Flight, forget_frames
 from shardkeep.engine.phases import PhaseTimes
 from shardkeep.engine.planning import Agreed, PlanCache, agree_plan
+from shardkeep.engine.promote import may_pass_over
 from shardkeep.engine.run import WRITER
 from shardkeep.engine.staging import StagedState, place_images
 from shardkeep.engine.writer import ShardFile, remove_quietly, write_part
-from shardkeep.errors import BarrierTimeout, CheckpointError, PeerFailure, StorageError
+from shardkeep.errors import BarrierTimeout, CheckpointError, PeerFailure
 from shardkeep.format.names import (
     COMMIT_RECORD,
     HF_INDEX,
@@ -106,13 +107,15 @@ class Saver:
         run_id: str,
         generation: int,
         start: int = 0,
+        prepare: Callable[[Store], None] = lambda store: None,
         passed_over: Callable[[Store, CheckpointError], None] = lambda store, error: None,
     ) -> None:
         """Take the run, this start's generation, and the step that it resumed from.
 
-        `passed_over` is told of each store that did not take a save which another one is tried for.
+        `prepare` is called before anything is written to a store; `passed_over` is told of each one that did not take
+        a save which another one is tried for.
         """
-        self._passed_over = passed_over
+        self._prepare, self._passed_over = prepare, passed_over
         self._store = store
         self._group = group
         self._run_id = run_id
@@ -261,8 +264,8 @@ class Saver:
         for place, store in places[:-1]:
             try:
                 return self._write(group, draft, store, place, get_again, confirm)
-            except (StorageError, PeerFailure) as error:
-                if isinstance(error, PeerFailure) and set(error.exit_codes.values()) != {StorageError.exit_code}:
+            except CheckpointError as error:
+                if not may_pass_over(group, error):
                     raise
                 self._passed_over(store, error)
         place, store = places[-1]
@@ -287,6 +290,7 @@ class Saver:
             # All of it within the phase: an error of one rank must not leave the others waiting for it.
             nonlocal facts, files, wrote
             files = get_files()
+            self._prepare(store)
             if self._group.rank == 0:
                 facts = make_facts(
                     agreed,

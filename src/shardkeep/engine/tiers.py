@@ -150,11 +150,11 @@ class TieredStore:
             return
         self.root.read_into(key, offset, buffer)
 
-    def read_cached_into(self, key: str, offset: int, buffer: memoryview) -> bool:
-        """Fill `buffer` if the fastest place that has the object holds these bytes in this host's memory."""
+    def read_cached_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill buffers if the fastest place that has the object holds these bytes in this host's memory."""
         ref = find_ref(key)
         first = self._sources(ref)[0] if ref is not None else self.root
-        return isinstance(first, CachingStore) and first.read_cached_into(key, offset, buffer)
+        return isinstance(first, CachingStore) and first.read_cached_into(key, offset, buffers)
 
     def head(self, key: str) -> ObjectInfo:
         """Return an object's size, from the fastest place that has it."""
@@ -174,11 +174,11 @@ class TieredStore:
                 refs = {ref for ref in self._usable[number] if ref.folder.startswith(prefix.rpartition("/")[0])}
             if not refs:
                 continue
-            copies = [
-                info
-                for info in self.tiers[number].store.list_objects(prefix)
-                if (ref := find_ref(info.key)) in refs and ref is not None
-            ]
+            try:
+                listed = self.tiers[number].store.list_objects(prefix)
+            except StorageError:
+                continue  # down since it was looked at: what slower places have must do
+            copies = [info for info in listed if find_ref(info.key) in refs]
             found = {key: info for key, info in found.items() if find_ref(key) not in refs}
             found.update((info.key, info) for info in copies)
         return [found[key] for key in sorted(found)]
@@ -229,15 +229,21 @@ def take_inventory(store: TieredStore, group: Group, events: EventSink) -> None:
     def look() -> bytes:
         usable: list[tuple[StepRef, ...]] = []
         problems: list[str] = []
-        for number in count:
-            refs, problem = _look_at(store, number, run_id, group)
+        for number, place in enumerate(store.tiers):
+            # Of what all see alike, the coordinator's look is enough.
+            refs, problem = (
+                _look_at(store, number, run_id, group) if group.rank == 0 or not place.shared else ((), "")
+            )
             usable.append(refs)
             problems.append(problem)
         return msgspec.json.encode(_Seen(usable=usable, problems=problems))
 
     def join(found: list[bytes]) -> bytes:
         seen = [msgspec.json.decode(data, type=_Seen) for data in found]
-        usable = [tuple(sorted(set.intersection(*(set(one.usable[at]) for one in seen)))) for at in count]
+        usable = [
+            tuple(sorted(set.intersection(*(set(one.usable[at]) for one in (seen[:1] if place.shared else seen)))))
+            for at, place in enumerate(store.tiers)
+        ]
         problems = [next((one.problems[at] for one in seen if one.problems[at]), "") for at in count]
         return msgspec.json.encode(_Seen(usable=usable, problems=problems))
 
@@ -272,22 +278,25 @@ def _look_at(store: TieredStore, number: int, run_id: str, group: Group) -> tupl
                 "tier is left alone; give it a folder of its own, or remove what is there"
             )
         folders = [f for n in list_generations(tier.store) for f in list_step_folders(tier.store, n).values()]
-        found = [f.ref for f in folders if _can_read(tier.store, f, run_id, group)]
+        found = [f.ref for f in folders if _can_read(tier, f, run_id, group)]
     except CheckpointError as error:
         return (), f"{tier.store.url} could not be looked at, and is left out of this resume: {error.message}"
     return tuple(found), ""
 
 
-def _can_read(store: Store, folder: StepFolder, run_id: str, group: Group) -> bool:
-    """Say whether this rank finds in a tier's folder all that it may need to restore a committed checkpoint."""
+def _can_read(tier: Place, folder: StepFolder, run_id: str, group: Group) -> bool:
+    """Say whether this rank finds in a tier's folder what it needs to restore a committed checkpoint.
+
+    Of a tier that all ranks see alike: whether all of them do.
+    """
     if not folder.committed or folder.pruning:
         return False
     files = folder.files
     try:
-        commit = read_commit(store, folder.ref, run_id=run_id)
+        commit = read_commit(tier.store, folder.ref, run_id=run_id)
     except CheckpointError:
         return False
-    if commit.world_size == group.world_size:
+    if commit.world_size == group.world_size and not tier.shared:
         # Its own part, and the parts of those who hold what all ranks share.
         needed = {group.rank, *(holder.rank for holder in commit.facts.holders)}
         own = {format_digests(group.rank)}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from shardkeep import knobs
 from shardkeep.engine.blocks import run_blocks
+from shardkeep.engine.parallel import run_parallel
 from shardkeep.engine.phases import PhaseTimes
 from shardkeep.engine.run import WRITER
 from shardkeep.errors import CheckpointError
@@ -54,7 +55,7 @@ def find_source(tensor: LocalTensor, chunk: Chunk) -> Source:
 
 
 class ShardFile:
-    """One shard on its way to storage: filled and written block by block, by any thread; the last makes it durable.
+    """One shard on its way to storage: filled and written block by block, by any thread, then made durable.
 
     Attributes:
         plan: the file's layout.
@@ -70,14 +71,12 @@ class ShardFile:
         self.gives_way: Callable[[], bool] | None = None
         self.digests = bytearray(leaf_count(plan.size_bytes) * DIGEST_BYTES)
         self._begins = [item.begin for item in plan.items]
-        self._left = 0
         self._lock = threading.Lock()
         self._writer: ObjectWriter | None = None
         self.rewind()
 
     def rewind(self) -> None:
         """Begin anew, maybe in another store."""
-        self._left = -(-self.plan.size_bytes // BLOCK_BYTES)
         self._writer = None
 
     def write_block(self, store: Store, key: str, offset: int, block: memoryview, spent: PhaseTimes) -> None:
@@ -101,12 +100,12 @@ class ShardFile:
             set_io_priority(idle=self.gives_way())
         with spent.phase("write"):
             writer.write_at(offset, data)
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            with spent.phase("sync"):
-                writer.finish()
+
+    def finish(self, spent: PhaseTimes) -> None:
+        """Make the file durable, once every block is written."""
+        assert self._writer is not None
+        with spent.phase("sync"):
+            self._writer.finish()
 
     def _fill(self, offset: int, data: memoryview) -> None:
         """Make `data` the file's bytes from `offset` on."""
@@ -153,6 +152,8 @@ def write_part(store: Store, record: PartRecord, files: Sequence[ShardFile], spe
             lambda task, block: task[0].write_block(store, ref.key(task[0].plan.name), task[1], block, spent),
             thread_count=knobs.get_int("IO_THREADS"),
         )
+        # All at the end: a flush in the middle makes the device stop the writes of the next file.
+        run_parallel(files, lambda file: file.finish(spent), thread_count=len(files), name="shardkeep-sync")
         with spent.phase("records"):
             digests = b"".join(bytes(file.digests) for file in files)
             store.put(ref.key(format_digests(record.rank)), digests)

@@ -59,6 +59,31 @@ def find_bad_leaf(data: memoryview, digests: bytes | memoryview) -> int | None:
     )
 
 
+def find_bad_leaf_in(pieces: Sequence[memoryview], digests: bytes | memoryview) -> int | None:
+    """Do what `find_bad_leaf` does for leaves that lie in several pieces of memory, one after the other."""
+    found: list[bytes] = []
+    open_leaf, left = xxhash.xxh3_128(), LEAF_BYTES
+    for piece in map(_flat, pieces):
+        at = 0
+        while at < len(piece):
+            part = piece[at : at + left]
+            if len(part) == LEAF_BYTES:
+                found.append(xxhash.xxh3_128_digest(part))
+            else:
+                open_leaf.update(part)
+                left -= len(part)
+                if not left:
+                    found.append(open_leaf.digest())
+                    open_leaf, left = xxhash.xxh3_128(), LEAF_BYTES
+            at += len(part)
+    if left < LEAF_BYTES:
+        found.append(open_leaf.digest())
+    if len(digests) != DIGEST_BYTES * len(found):
+        raise UsageError(f"{len(digests)} bytes of digests for {len(found)} leaves")
+    expected = [bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES)]
+    return next((at for at, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other), None)
+
+
 def _flat(data: memoryview) -> memoryview:
     # An empty view cannot be cast.
     return data.cast("B") if data.nbytes else memoryview(b"")

@@ -195,6 +195,9 @@ class _Talk:
         except CheckpointError as error:
             self.broken = error
             self._give_up(error)
+        except Exception as error:  # noqa: BLE001  # a thread that died in silence would swallow the next signal
+            self.broken = CheckpointError(f"the thread that agrees with other ranks failed: {error!r}")
+            self._give_up(self.broken)
         finally:
             self.ticks.end()
 

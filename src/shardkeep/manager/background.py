@@ -78,11 +78,16 @@ def check_process(pid: int) -> None:
 
 
 class Tolerance:
-    """How many saves in a row may fail before the run ends."""
+    """How many saves in a row may fail before the run ends.
+
+    Attributes:
+        forgives: the last one that failed does not count.
+    """
 
     def __init__(self, limit_count: int) -> None:
         self._limit_count = limit_count
         self.failures_count = 0
+        self.forgives = False
 
     def passes(self, work: Callable[[], object]) -> bool:
         """Do what may fail a few times in a row; return whether it went well. Every failure was reported before."""
@@ -91,6 +96,8 @@ class Tolerance:
         except (StorageError, PeerFailure, StateChanged) as error:
             if isinstance(error, PeerFailure) and not error.transient:
                 raise
+            if self.forgives:
+                return False
             self.failures_count += 1
             if self.failures_count > self._limit_count:
                 raise

@@ -25,12 +25,12 @@ from shardkeep.manager.background import (
 from shardkeep.manager.guards import Guards
 from shardkeep.manager.loop import iterate_steps
 from shardkeep.manager.overrides import Overrides
-from shardkeep.manager.policies import Minutes, Steps, as_number
+from shardkeep.manager.policies import Minutes, Steps, Tier, as_number
 from shardkeep.manager.preempt import PREEMPTION, Lookout, Preemptible, Preemption
 from shardkeep.manager.proof import ReplayProof
 from shardkeep.manager.resume import Claim, ResumeReport, check_resume, claim_first, list_inexact, resume_run
 from shardkeep.manager.sinks import SafeSink
-from shardkeep.manager.tiers import Places, Tier
+from shardkeep.manager.tiers import Places
 from shardkeep.manager.watch import WatchedSink, find_watch
 from shardkeep.plan.replay import ReplayReport
 from shardkeep.plan.retention import Keep
@@ -185,6 +185,7 @@ class CheckpointManager(Preemptible):
             run_id=claim.run_id,
             generation=claim.generation,
             start=start,
+            prepare=self._places.prepare,
             passed_over=self._places.passed_over,
         )
         if self._mode != "blocking":
@@ -244,7 +245,7 @@ class CheckpointManager(Preemptible):
         return self._lookout.save(
             step,
             save=lambda: self._tolerance.passes(lambda: self._save(step, state, numbers, due)),
-            wait=lambda: self._tolerance.passes(self.wait),
+            wait=lambda: self._tolerance.passes(self.wait) and self._places.is_lasting(step),
         )
 
     def save(
@@ -297,12 +298,12 @@ class CheckpointManager(Preemptible):
         self._lookout.begun(step)
         try:
             if self._background is not None:
-                stores = [self._places.get_store(number) for number in due]
+                stores = self._places.get_stores(due)
                 ref = self._background.start(step, state, options, stores, lambda end: self._ended(step, due, end))
             else:
                 ref = self._save_blocking(step, state, options, due)
         except BaseException as error:
-            self._give_up(step, error)
+            self._give_up(step, due, error)
             raise
         self._step = step
         return ref
@@ -313,8 +314,7 @@ class CheckpointManager(Preemptible):
         from shardkeep.state.capture import capture
 
         assert self._saver is not None
-        stores = [self._places.get_store(number) for number in due]
-        committed = self._saver.save(step, lambda: capture(state), options, stores=stores)
+        committed = self._saver.save(step, lambda: capture(state), options, stores=self._places.get_stores(due))
         self._tolerance.reset()
         self._follow_up(committed, due)
         return committed.ref
@@ -336,18 +336,18 @@ class CheckpointManager(Preemptible):
         """Do what follows a save in the background; called there. It never raises: the ranks would part ways."""
         try:
             if isinstance(end, BaseException):
-                self._give_up(step, end)
+                self._give_up(step, due, end)
             else:
                 self._follow_up(end, due)
         except Exception as error:  # noqa: BLE001  # reported; the checkpoint is what it is
             text = f"step {step}: what follows a save did not work: {type(error).__name__}: {error}"
             self._events.emit(Event(name="save.follow_up_failed", level="error", text=text, fields={"step": step}))
 
-    def _give_up(self, step: int, error: BaseException) -> None:
+    def _give_up(self, step: int, due: Sequence[int], error: BaseException) -> None:
         self._lookout.begun(None)
         if self._proof is not None:
             self._proof.abandoned()
-        self._places.failed()
+        self._tolerance.forgives = self._places.failed(due, error)
         if isinstance(error, StorageError | PeerFailure | StateChanged):
             self._events.emit(describe_failure(error, step, self.group.rank, self._tolerance.failures_count + 1))
 

@@ -1,13 +1,16 @@
-"""When to save: by the step, which all ranks decide alike without talking, or by the clock; what a metric may be."""
+"""When and where to save: by the step, which all ranks decide alike without talking, or by the clock; metrics."""
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from shardkeep.errors import UsageError
 from shardkeep.format.value_atoms import is_plain_text
+from shardkeep.plan.retention import Keep
+from shardkeep.storage.base import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,47 @@ class Minutes:
     def is_due(self, step: int) -> bool:
         """Say that no step is due by its number."""
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A faster place for checkpoints, before the root.
+
+    Attributes:
+        url: a folder (`/dev/shm/run` is host memory), an object store's URL or a `Store`, with nothing of another run
+            in it.
+        every: at which steps a checkpoint goes there; an int stands for `Steps`.
+        keep: which ones stay there; an int keeps the newest so many. A checkpoint that is still to be copied to a
+            slower place stays in any case.
+        scope: `"node"`: each node has its own (host memory, a local disk); it goes with its node. `"shared"`: all
+            ranks see the same objects.
+        rate_mib_s: what one rank copies into it at most, in MiB/s; None: as fast as it goes.
+    """
+
+    url: str | os.PathLike[str] | Store
+    every: Steps | int
+    keep: Keep | int = 1
+    scope: Literal["node", "shared"] = "node"
+    rate_mib_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, Steps | int):
+            raise UsageError(f"Tier({self.url!r}, every={self.every!r}): expected a number of steps")
+        Steps(self.steps.count)
+        if not isinstance(self.keep, Keep) and (isinstance(self.keep, bool) or self.keep < 1):
+            raise UsageError(f"Tier({self.url!r}, keep={self.keep!r}): expected a count of 1 or more, or Keep(...)")
+        if self.scope not in ("node", "shared"):
+            raise UsageError(f"Tier({self.url!r}, scope={self.scope!r}): expected 'node' or 'shared'")
+        if self.rate_mib_s is not None and not self.rate_mib_s > 0:
+            raise UsageError(f"Tier({self.url!r}, rate_mib_s={self.rate_mib_s!r}): expected a positive number")
+
+    @property
+    def steps(self) -> Steps:
+        return self.every if isinstance(self.every, Steps) else Steps(self.every)
+
+    @property
+    def retention(self) -> Keep:
+        return self.keep if isinstance(self.keep, Keep) else Keep(last=self.keep)
 
 
 def as_number(name: str, value: Any) -> float:

@@ -6,6 +6,7 @@ A signal or a notice on one rank becomes a request, the ranks agree on the tick 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class Lookout:
         self._interval_s = every.seconds if isinstance(every, Minutes) else None
         self._events = events
         self._group: Group | None = None
+        self._pid = os.getpid()
         self._agreement: Agreement | None = None
         self._handlers: SignalHandlers | None = None
         self._watchers: list[Watcher] = []
@@ -136,7 +138,7 @@ class Lookout:
     def tick(self, group: Group) -> bool:
         """Pass a tick; return whether the run is to stop. Raises as `Agreement.tick`."""
         self.begin(group)
-        if self._agreement is not None:
+        if self._agreement is not None and os.getpid() == self._pid:  # a fork has no part in it
             self._ask_by_clock()
             for asked in self._agreement.tick():
                 self._take_effect(asked)

@@ -66,6 +66,7 @@ class Claim(Struct, kw_only=True):
     nonce: str
     parent: StepRef | None
     lines: tuple[str, ...]
+    passed_over: tuple[tuple[int, StepRef], ...] = ()
 
 
 def resume_run(
@@ -95,10 +96,7 @@ def resume_run(
         try:
             restored, notes = restore_step(store, group, claim, state, cast=cast, overrides=overrides)
         except Corrupt as error:
-            if isinstance(store, TieredStore) and (tier := store.pass_over(claim.parent)) is not None:
-                url = store.tiers[tier].store.url
-                lines.append(f"the copy of {claim.parent} in {url} is damaged and was passed over: {error.message}")
-                events.emit(Event(name="tier.damaged", level="error", text=lines[-1]))
+            if _pass_over(store, claim.parent, error, events, lines) is not None:
                 continue
             _quarantine(store, group, events, claim, error)
             if step is not None:
@@ -185,6 +183,9 @@ def claim_next(store: Store, group: Group, events: EventSink, *, fresh: bool, st
         lambda found: msgspec.json.encode(_claim(store, events, fresh=fresh, step=step, world_size=group.world_size)),
     )
     claim = msgspec.json.decode(verdict, type=Claim)
+    if isinstance(store, TieredStore):
+        for tier, ref in claim.passed_over:
+            store.discount(tier, [ref])  # the coordinator did; all ranks leave the same copies alone
 
     def look() -> bytes:
         try:
@@ -208,18 +209,43 @@ def _claim(store: Store, events: EventSink, *, fresh: bool, step: int | None, wo
         raise NotFound(f"{store.url}: there is no run here, so no step {step}", advice="check the path")
     run_id = create_run(store)
     lines: list[str] = []
+    passed: list[tuple[int, StepRef]] = []
     while True:
-        parent = None if fresh else _choose(store, events, run_id, step, lines)
+        parent = None if fresh else _choose(store, events, run_id, step, lines, passed)
         record = claim_generation(store, run_id, parent, world_size=world_size, environment=describe_environment())
         if record is not None:
             break
         lines.append(f"{parent} was removed while this start chose it")
     if fresh:
         lines.append("a fresh start was asked for; earlier checkpoints stay, on a timeline of their own")
-    return Claim(run_id=run_id, generation=record.generation, nonce=record.nonce, parent=parent, lines=tuple(lines))
+    return Claim(
+        run_id=run_id,
+        generation=record.generation,
+        nonce=record.nonce,
+        parent=parent,
+        lines=tuple(lines),
+        passed_over=tuple(passed),
+    )
 
 
-def _choose(store: Store, events: EventSink, run_id: str, step: int | None, lines: list[str]) -> StepRef | None:
+def _pass_over(store: Store, ref: StepRef, error: Exception, events: EventSink, lines: list[str]) -> int | None:
+    """Leave the copy of a checkpoint alone that was just read; return its tier, or None where the root's was it."""
+    tier = store.pass_over(ref) if isinstance(store, TieredStore) else None
+    if isinstance(store, TieredStore) and tier is not None:
+        url = store.tiers[tier].store.url
+        lines.append(f"the copy of {ref} in {url} is damaged and was passed over: {str(error).splitlines()[0]}")
+        events.emit(Event(name="tier.damaged", level="error", text=lines[-1], fields={"step": ref.step}))
+    return tier
+
+
+def _choose(
+    store: Store,
+    events: EventSink,
+    run_id: str,
+    step: int | None,
+    lines: list[str],
+    passed: list[tuple[int, StepRef]],
+) -> StepRef | None:
     """Return the checkpoint to resume from, or None when there never was one."""
     view = scan_run(store)
     if view is None or not view.generations:
@@ -236,6 +262,9 @@ def _choose(store: Store, events: EventSink, run_id: str, step: int | None, line
             try:
                 confirm_commit(store, view, ref)
             except (Corrupt, NotCommitted) as error:
+                if (tier := _pass_over(store, ref, error, events, lines)) is not None:
+                    passed.append((tier, ref))
+                    return _choose(store, events, run_id, step, lines, passed)
                 damaged.append(f"{ref}: {error.message}")
                 events.emit(Event(name="resume.damaged", level="error", text=damaged[-1], fields={"step": ref.step}))
                 write_mark(store, run_id, "quarantine", ref, error.message)

@@ -10,12 +10,13 @@ from shardkeep.events import Event, EventSink
 from shardkeep.format.names import StepRef
 from shardkeep.manager.resume import Claim
 from shardkeep.plan.retention import Keep
-from shardkeep.ranks.base import Group
 from shardkeep.storage.base import Store
 
 
 class Retention:
-    """Removes checkpoints of the generation that `claim` owns, and of those before it; the coordinator alone does.
+    """Removes checkpoints of the generation that `claim` owns, and of those before it.
+
+    One rank `leads`, of those that see the same objects; the others remove nothing.
 
     Attributes:
         left_behind: a failed save may have left files that nothing names.
@@ -23,9 +24,9 @@ class Retention:
         waiting: checkpoints that stay, whatever the rule says: they are still to be copied elsewhere.
     """
 
-    def __init__(self, store: Store, group: Group, events: EventSink, claim: Claim) -> None:
+    def __init__(self, store: Store, events: EventSink, claim: Claim, *, leads: bool) -> None:
         self._store = store
-        self._group = group
+        self._leads = leads
         self._events = events
         self._claim = claim
         self._memory = RunMemory(store, run_id=claim.run_id, generation=claim.generation)
@@ -38,16 +39,19 @@ class Retention:
         if keep != Keep() or self.left_behind:
             self.sweep(keep)
 
-    def sweep(self, keep: Keep) -> tuple[StepRef, ...]:
+    def sweep(self, keep: Keep, *, cached: bool = False) -> tuple[StepRef, ...]:
         """Remove what `keep` does not keep, and what failed saves left; return what was removed.
 
         A failure is reported, and the run goes on: the next sweep tries again.
+
+        Args:
+            cached: this is a faster place, see `RunMemory.plan`.
         """
         removed: tuple[StepRef, ...] = ()
-        if self._group.rank != 0:
+        if not self._leads:
             return removed
         try:
-            found = self._memory.plan(keep, settled=self.settled, waiting=self.waiting)
+            found = self._memory.plan(keep, settled=self.settled, waiting=self.waiting, cached=cached)
             if found is not None:
                 view, plan = found
                 removed = prune(self._store, plan, view, self._events, by_generation=self._claim.generation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from shardkeep.spec.chunks import Chunk
 from shardkeep.spec.layout import Mesh
@@ -29,6 +29,14 @@ class HostBytes(Protocol):
 
     def copy_in(self, start: int, data: memoryview) -> None:
         """Overwrite bytes `start .. start + len(data)` of the tensor."""
+
+
+@runtime_checkable
+class MappedBytes(Protocol):
+    """`HostBytes` whose bytes lie in this host's memory as they are, or may."""
+
+    def find_memory(self, start: int, stop: int) -> memoryview | None:
+        """Return the memory of bytes `start .. stop`, writable; None where they must go through `copy_in`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

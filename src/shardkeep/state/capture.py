@@ -13,6 +13,7 @@ from typing import Any
 from shardkeep.format.names import is_section
 from shardkeep.spec.tensors import Captured
 from shardkeep.state.aliases import deduplicate
+from shardkeep.state.devices import wait_for_queued
 from shardkeep.state.drafts import CaptureDraft, split_key
 from shardkeep.state.gradients import capture_gradients
 from shardkeep.state.models import capture_model
@@ -54,6 +55,7 @@ def capture(state: Mapping[str, Any], *, rng: bool = True) -> Captured:
     if rng:
         draft.add_value("rng", capture_rng(), per_rank=True)
     found = deduplicate(draft.entries)
+    wait_for_queued(found.tensors)
     return Captured(
         tensors=found.tensors,
         aliases=found.aliases,

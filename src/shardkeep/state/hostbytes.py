@@ -129,6 +129,15 @@ class TensorBytes:
         """
         self._move(start, np.frombuffer(data, dtype=np.uint8), outward=False)
 
+    def find_memory(self, start: int, stop: int) -> memoryview | None:
+        """Return the tensor's own memory of bytes `start .. stop`; None for other strides or another device."""
+        tensor = self._tensor
+        plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if not plain or not 0 <= start <= stop <= self.nbytes:
+            return None
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        return _storage_bytes(tensor)[offset + start : offset + stop].numpy().data
+
     def _move(self, start: int, host: np.ndarray[Any, Any], *, outward: bool) -> None:
         tensor, stop = self._tensor, start + host.size
         if not 0 <= start <= stop <= self.nbytes:

@@ -16,6 +16,7 @@ import torch
 from shardkeep.errors import CheckpointError, StateMismatch
 from shardkeep.spec.tensors import Catalog, LocalTensor
 from shardkeep.state.capture import collect_names
+from shardkeep.state.devices import wait_for_queued
 from shardkeep.state.drafts import RestoreDraft, Stage
 from shardkeep.state.dtensor import is_dtensor
 from shardkeep.state.fill import Fill, plan_fill
@@ -110,6 +111,7 @@ def plan_restore(
     # Read before anything live is touched.
     new = catalog.is_new and streams is not None
     sampled = sample_streams(catalog.differing.get("rng", ())) if new else ()
+    wait_for_queued(fill.reads)
     return RestorePlan(
         tensors=fill.reads,
         consumed_tensors=fill.consumed | (draft.asked_tensors & set(catalog.tensors)),

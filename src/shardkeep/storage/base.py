@@ -10,7 +10,7 @@ may succeed later. Who calls it: only `engine`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -105,8 +105,10 @@ class Store(Protocol):
 class CachingStore(Protocol):
     """A store whose objects may be in memory already; an optional addition to `Store`."""
 
-    def read_cached_into(self, key: str, offset: int, buffer: memoryview) -> bool:
-        """Fill `buffer` with bytes `offset ..` of an object if they are in memory; return whether it did.
+    def read_cached_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill buffers one after the other with bytes `offset ..` of an object if they are in memory.
+
+        Returns whether it did.
 
         Never raises. What a medium holds only `read_into` tells: it is asked when this says no, or when the bytes
         prove wrong.

@@ -13,7 +13,7 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 TEMPORARY_PREFIX: Final = ".tmp-"
@@ -25,6 +25,7 @@ WRITE_SOON_BYTES: Final = 1 << 20
 
 FILE_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW
 _READ_FLAGS: Final = FILE_FLAGS | os.O_RDONLY | os.O_NONBLOCK  # NONBLOCK: a fifo must not hang the open
+_VECTOR_COUNT: Final = 512  # at most IOV_MAX, 1024 on Linux
 _UNSUPPORTED: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 _NO_RESERVE: Final = _UNSUPPORTED | {errno.ENOSYS, errno.ENODEV}
 _NO_LINK: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -135,6 +136,21 @@ def read_all(fd: int, buffer: memoryview, offset: int) -> int:
         if count == 0:
             break
         done += count
+    return done
+
+
+def read_scattered(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fill buffers one after the other; return how many bytes there were before the end of the file."""
+    waiting, done = list(buffers), 0
+    while waiting:
+        count = os.preadv(fd, waiting[:_VECTOR_COUNT], offset + done)
+        if count == 0:
+            break
+        done += count
+        while waiting and count >= len(waiting[0]):
+            count -= len(waiting.pop(0))
+        if count:
+            waiting[0] = waiting[0][count:]
     return done
 
 

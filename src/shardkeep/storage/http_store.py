@@ -108,7 +108,7 @@ class HttpStore:
             request = urllib.request.Request(url, headers={"Accept": "text/html"})
             with urllib.request.urlopen(request, timeout=get_knob("REQUEST_TIMEOUT_S")) as answer:
                 kind = answer.headers.get_content_type()
-                page = answer.read(_MAX_PAGE_BYTES).decode("utf-8", "replace")
+                data = answer.read(_MAX_PAGE_BYTES + 1)
         except urllib.error.HTTPError as error:
             error.close()
             if error.code == 404:
@@ -118,8 +118,12 @@ class HttpStore:
             raise StorageError(f"cannot list {url}: {type(error).__name__}", retryable=True, key=folder) from None
         if kind != "text/html":
             raise self._refuse_index(url)
+        if len(data) > _MAX_PAGE_BYTES:  # half a list would pass for a whole one
+            raise StorageError(
+                f"{url}: the index is larger than {_MAX_PAGE_BYTES} bytes", retryable=False, key=folder
+            )
         parser = _Links()
-        parser.feed(page)
+        parser.feed(data.decode("utf-8", "replace"))
         return sorted(parser.names)
 
     def _map(self, status: int, url: str) -> CheckpointError:

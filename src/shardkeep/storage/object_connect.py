@@ -51,7 +51,7 @@ def connect(scheme: str, rest: str) -> Connection:
     kind = SCHEMES[scheme]
     place, _, path = rest.partition("/")
     prefix = "/".join(part for part in path.split("/") if part)
-    if "?" in rest or "#" in rest or (kind == "http" and "@" in place):
+    if "?" in rest or "#" in rest or ("@" in place and kind != "az"):
         raise UsageError(
             f"{scheme} URL: expected {SUPPORTED}, with nothing else in it (no user, query or fragment)",
             advice="give credentials through the service's usual environment variables, never in the URL",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -122,16 +122,17 @@ class PosixStore:
             if done != len(view):
                 raise self._short(key, offset + len(view), offset + done)
 
-    def read_cached_into(self, key: str, offset: int, buffer: memoryview) -> bool:
-        """Fill `buffer` from the page cache if that seems to hold the bytes; see `CachingStore`."""
+    def read_cached_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill buffers from the page cache if that seems to hold the bytes; see `CachingStore`."""
         from shardkeep.storage import kernel  # ctypes, not for every start of the command
 
-        view = buffer.cast("B")
+        views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+        length = sum(map(len, views))
         try:
             with self._opened(key) as (_, fd, size_bytes):
-                if offset + len(view) > size_bytes or not kernel.looks_cached(fd, offset, len(view)):
+                if offset + length > size_bytes or not kernel.looks_cached(fd, offset, length):
                     return False
-                return durable.read_all(fd, view, offset) == len(view)
+                return durable.read_scattered(fd, views, offset) == length
         except (OSError, NotFound):
             return False
 

@@ -49,6 +49,7 @@ def open_store(url: str | os.PathLike[str]) -> Store:
 
     parts = urlsplit(text)
     path = unquote(parts.path)
+    shown = "file: with a user" if "@" in parts.netloc else repr(text)  # what is before an @ may be a secret
     if (
         parts.netloc not in ("", "localhost")
         or parts.query
@@ -57,7 +58,7 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         or "\0" in path
     ):
         raise UsageError(
-            f"url {text!r}: expected file:///absolute/path",
+            f"url {shown}: expected file:///absolute/path",
             advice="write three slashes after file:, and %3F and %23 for ? and #",
         )
     return PosixStore(path)

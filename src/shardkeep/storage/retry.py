@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -73,8 +73,8 @@ class RetryingStore:
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self._repeat("read_into", key, lambda: self._inner.read_into(key, offset, buffer))
 
-    def read_cached_into(self, key: str, offset: int, buffer: memoryview) -> bool:
-        return isinstance(self._inner, CachingStore) and self._inner.read_cached_into(key, offset, buffer)
+    def read_cached_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> bool:
+        return isinstance(self._inner, CachingStore) and self._inner.read_cached_into(key, offset, buffers)
 
     def head(self, key: str) -> ObjectInfo:
         return self._repeat("head", key, lambda: self._inner.head(key))

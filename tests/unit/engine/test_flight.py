@@ -57,10 +57,11 @@ def test_an_error_is_raised_where_the_result_is_asked_for_and_nobody_waits_in_va
 
 def test_without_threads_the_work_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     no_threads(monkeypatch)
-    flight = Flight(REF, lambda flight: threading.current_thread().name)
+    # Urgent: the thread that trains must not be left with an idle I/O priority.
+    flight = Flight(REF, lambda flight: (threading.current_thread().name, flight.is_urgent))
     flight.start()
     assert flight.is_done
-    assert flight.wait() == "MainThread"
+    assert flight.wait() == ("MainThread", True)
 
 
 @pytest.mark.parametrize("threads", [True, False])

@@ -147,9 +147,9 @@ def test_facts_that_cannot_be_made_fail_on_all_ranks_at_once(tmp_path: Path) -> 
 
 def test_of_two_complete_tries_only_the_last_is_committed(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
-    for attempt, state in ((1, SMALL), (2, LARGE)):
+    for number, state in ((1, SMALL), (2, LARGE)):
         run.save(1, state)
-        (run.folder(1, attempt=attempt) / "commit.json").unlink()
+        (run.folder(1, attempt=number) / "commit.json").unlink()
     view = scan_run(run.store)
     assert view is not None
     assert [ref.attempt for ref in roll_forward(run.store, view, LogSink())] == [2]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
-from shardkeep import knobs
 from shardkeep.engine.phases import PhaseTimes
 from shardkeep.engine.reader import read_verified
 from shardkeep.engine.restore import CheckpointReader
@@ -33,11 +33,15 @@ class MemoryOverStorage(FaultStore):
         self._memory = memory
         self.asked_count = 0
 
-    def read_cached_into(self, key: str, offset: int, buffer: memoryview) -> bool:
+    def read_cached_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> bool:
         self.asked_count += 1
-        found = self._memory.get(key, b"")[offset : offset + len(buffer)]
-        buffer[: len(found)] = found
-        return len(found) == len(buffer)
+        for buffer in buffers:
+            found = self._memory.get(key, b"")[offset : offset + len(buffer)]
+            buffer[: len(found)] = found
+            offset += len(found)
+            if len(found) < len(buffer):
+                return False
+        return True
 
     def read_bytes(self) -> int:
         return sum(call.length for call in self.log if call.verb == "read_into")
@@ -51,10 +55,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
     return run
 
 
-def load(run: FakeRun, store: Any, spent: PhaseTimes | None = None) -> int:
+def load(run: FakeRun, store: Any, spent: PhaseTimes | None = None, *, mapped: bool = False) -> int:
     """Read the large tensor, check every element, and return the bytes read."""
     reader = CheckpointReader(store, read_commit(PosixStore(run.root), next(iter(_refs(run)))))
-    data = BufferBytes(bytes(SHAPE[0] * SHAPE[1] * 4))
+    empty = bytearray(SHAPE[0] * SHAPE[1] * 4)
+    data = MappedBuffer(empty) if mapped else BufferBytes(bytes(empty))
     read_bytes = reader.read([(KEY, whole(SHAPE), data)], spent=spent)
     assert bytes(data.data) == numpy.arange(SHAPE[0] * SHAPE[1], dtype=numpy.float32).tobytes()
     return read_bytes
@@ -77,11 +82,33 @@ def test_what_memory_holds_is_not_read_from_storage(saved: FakeRun) -> None:
     assert store.read_bytes() == 0
 
 
-def test_a_cold_file_is_asked_for_in_memory_once_a_thread_at_most(saved: FakeRun) -> None:
+@pytest.mark.parametrize("mapped", [False, True])
+def test_memory_is_asked_once_for_each_block_of_a_cold_file(saved: FakeRun, mapped: bool) -> None:
     store = MemoryOverStorage(PosixStore(saved.root), {})
-    with knobs.override(IO_THREADS=1):
-        assert load(saved, store) == store.read_bytes()
-    assert store.asked_count == 1
+    read_bytes = load(saved, store, mapped=mapped)
+    assert read_bytes == store.read_bytes()
+    assert store.asked_count == -(-read_bytes // (8 << 20))
+
+
+class MappedBuffer(BufferBytes):
+    """A destination whose memory may be written directly."""
+
+    def find_memory(self, start: int, stop: int) -> memoryview:
+        return memoryview(self.data)[start:stop]
+
+
+@pytest.mark.parametrize("wrong_at", [None, 0, 20 << 20])
+def test_memory_is_read_in_place_and_verified_there(saved: FakeRun, wrong_at: int | None) -> None:
+    memory = {key: bytearray(data) for key, data in shards(saved).items()}
+    if wrong_at is not None:
+        for data in memory.values():
+            data[wrong_at] ^= 1
+    store = MemoryOverStorage(PosixStore(saved.root), {key: bytes(data) for key, data in memory.items()})
+    spent = PhaseTimes()
+    load(saved, store, spent, mapped=True)
+    assert 0 <= store.read_bytes() <= (8 << 20)
+    assert (store.read_bytes() == 0) == (wrong_at is None)
+    assert ("copy" in spent.seconds) == (wrong_at is not None), "nothing is copied where it is read in place"
 
 
 @pytest.mark.parametrize("at", [0, 1 << 20, 20 << 20])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardkeep.errors import Corrupt, UsageError
 from shardkeep.format.digests import (
@@ -16,6 +19,7 @@ from shardkeep.format.digests import (
     DigestTable,
     digest_leaves,
     find_bad_leaf,
+    find_bad_leaf_in,
     leaf_count,
 )
 
@@ -99,3 +103,15 @@ def test_no_such_shard_or_leaf() -> None:
     for first, stop in ((-1, 1), (0, 3), (2, 1), (3, None)):
         with pytest.raises(UsageError, match="of shard 0, which has 2"):
             table.leaves(0, first, stop)
+
+
+@given(st.lists(st.integers(0, 3 * LEAF_BYTES // 2), max_size=6), st.integers(0, 1 << 20), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_leaves_in_several_pieces_are_those_of_the_whole(sizes: list[int], at: int, damaged: bool) -> None:
+    data = bytearray(random.Random(len(sizes)).randbytes(sum(sizes)))
+    digests = digest_leaves(memoryview(data))
+    if damaged and data:
+        data[at % len(data)] ^= 1
+    cuts = [0, *itertools.accumulate(sizes)]
+    pieces = [memoryview(data)[begin:end] for begin, end in itertools.pairwise(cuts)]
+    assert find_bad_leaf_in(pieces, digests) == find_bad_leaf(memoryview(data), digests)

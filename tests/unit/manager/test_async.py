@@ -689,20 +689,20 @@ def test_the_first_step_that_is_not_saved_makes_the_memory_ready() -> None:
 
 
 def test_memory_that_cannot_be_had_ahead_is_reported_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardkeep.engine import arena
+    from shardkeep.engine import hostmemory
 
     class NoMemory:
         def __getattr__(self, name: str) -> Any:
             return getattr(real, name)
 
-        def mmap(self, *_: Any) -> Any:
+        def mmap(self, *_: Any, **__: Any) -> Any:
             raise OSError(12, "Cannot allocate memory")
 
-    real, state, sink, store = arena.mmap, make_job(), Sink(), MemoryStore()
+    real, state, sink, store = hostmemory.mmap, make_job(), Sink(), MemoryStore()
     with manage(store, "async", save_every=2, events=sink) as manager:
         manager.resume(state)
         with monkeypatch.context() as patch:
-            patch.setattr(arena, "mmap", NoMemory())
+            patch.setattr(hostmemory, "mmap", NoMemory())
             assert not manager.after_step(1, state)
             assert manager.after_step(2, state)
             assert not manager.after_step(3, state)

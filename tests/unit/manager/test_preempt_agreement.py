@@ -281,6 +281,18 @@ def test_a_request_after_the_store_is_gone_is_an_error_and_no_silence() -> None:
     agreement.close()
 
 
+def test_whatever_ends_the_thread_that_talks_is_told_to_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = StoreBoard(Channel(HashStore(), prefix="t/"), rank=1, world_size=2)
+    monkeypatch.setattr(board, "is_called", lambda number: 1 // 0)
+    agreement = Agreement(board, on_asked=lambda asked: None, events=Sink())
+    time.sleep(0.2)
+    assert agreement.tick() == ()
+    agreement.ask(stop(1))
+    with pytest.raises(PeerFailure, match=r"SIGTERM.*ZeroDivisionError"):
+        agreement.tick()
+    agreement.close()
+
+
 def test_rounds_are_forgotten_and_looking_costs_one_question() -> None:
     counts: collections.Counter[str] = collections.Counter()
     shared = HashStore()
@@ -315,6 +327,21 @@ def test_rounds_are_forgotten_and_looking_costs_one_question() -> None:
     run_threads(program, 2)
     kept = [number for number in range(6) if shared.check([f"t/{number}/point"])]
     assert kept == [4]
+
+
+def test_asking_costs_next_to_nothing() -> None:
+    """A tick with nobody asking: no call of the store, some microseconds."""
+    counts: collections.Counter[str] = collections.Counter()
+    with knobs.override(NOTICE_POLL_S=60.0):
+        channel = Channel(CountingStore(HashStore(), counts, threading.Lock()), prefix="t/")
+        agreement = Agreement(StoreBoard(channel, rank=1, world_size=2), on_asked=lambda asked: None, events=Sink())
+        counts.clear()
+        began_s = time.monotonic()
+        for _ in range(20_000):
+            agreement.tick()
+        assert (time.monotonic() - began_s) / 20_000 < 50e-6
+        assert not counts
+        agreement.close()
 
 
 def test_many_ranks_look_less_often() -> None:

@@ -134,6 +134,17 @@ def test_a_forked_child_can_be_ended() -> None:
     assert os.WTERMSIG(status) == signal.SIGTERM
 
 
+def test_a_fork_may_ask_and_disturbs_nobody() -> None:
+    lookout = Lookout(Preemption(), None, Sink())
+    lookout.tick(SingleGroup())
+    pid = os.fork()
+    if pid == 0:
+        os._exit(7 if lookout.tick(SingleGroup()) else 0)
+    _, status = os.waitpid(pid, 0)
+    lookout.close()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
 def test_the_second_interrupt_interrupts() -> None:
     noted: list[str] = []
     handlers = SignalHandlers(("SIGINT",), noted.append)
