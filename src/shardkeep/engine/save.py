@@ -302,8 +302,7 @@ class Saver:
                 self._write_beside(store, ref, agreed, options)
             with spent.phase("part"):
                 part = self._make_part(ref, agreed, options, facts)
-                summary = write_part(store, part, files, spent)
-            confirm()
+                summary = write_part(store, part, files, spent, confirm)
             wrote = True
             return msgspec.json.encode(summary)
 

@@ -132,12 +132,19 @@ class ShardFile:
             writer.abort()
 
 
-def write_part(store: Store, record: PartRecord, files: Sequence[ShardFile], spent: PhaseTimes) -> PartSummary:
+def write_part(
+    store: Store,
+    record: PartRecord,
+    files: Sequence[ShardFile],
+    spent: PhaseTimes,
+    confirm: Callable[[], None] = lambda: None,
+) -> PartSummary:
     """Write this rank's shards, digests and part record; all durable on return, in this order.
 
     Args:
         record: everything but what follows from `files` (shards, tensors, digests).
         spent: takes the seconds of each phase, added up over the threads.
+        confirm: called when all bytes are durable, before the record says so; what it raises takes all back.
 
     Raises:
         StorageError: nothing counts until a commit record names it; what was written is removed again, as
@@ -157,6 +164,8 @@ def write_part(store: Store, record: PartRecord, files: Sequence[ShardFile], spe
         with spent.phase("records"):
             digests = b"".join(bytes(file.digests) for file in files)
             store.put(ref.key(format_digests(record.rank)), digests)
+            # ORDER: before the part record, by which the next start may commit the checkpoint.
+            confirm()
             return _write_record(store, record, plans, digests)
     except BaseException:
         for file in files:
