@@ -23,17 +23,7 @@ _JOB = """
 import sys, torch
 from shardkeep.manager.manager import CheckpointManager
 from shardkeep.ranks.single import SingleGroup
-
-def status(name):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
-
-def peak(work):
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the high-water mark begins anew
-    before = status("VmRSS:")
-    work()
-    return status("VmHWM:") - before
+from tests.support.memory import watch_peak
 
 small = {"warm": torch.ones(4_000_000)}
 warm = CheckpointManager(sys.argv[1] + "/warm", group=SingleGroup())
@@ -43,12 +33,14 @@ CheckpointManager(sys.argv[1] + "/warm", group=SingleGroup()).resume(small)
 state = {f"t{at}": torch.full((8 << 20,), at + 1, dtype=torch.float32) for at in range(48)}
 manager = CheckpointManager(sys.argv[1] + "/run", group=SingleGroup())
 manager.resume(state)
-saved = peak(lambda: manager.save(1, state))
+with watch_peak() as saved:
+    manager.save(1, state)
 for tensor in state.values():
     tensor.zero_()
-loaded = peak(lambda: CheckpointManager(sys.argv[1] + "/run", group=SingleGroup()).resume(state))
+with watch_peak() as loaded:
+    CheckpointManager(sys.argv[1] + "/run", group=SingleGroup()).resume(state)
 assert all(bool((tensor == at + 1).all()) for at, tensor in enumerate(state.values()))
-print(saved, loaded)
+print(saved.extra_bytes, loaded.extra_bytes)
 """
 
 

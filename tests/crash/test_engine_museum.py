@@ -8,7 +8,6 @@ import pickle
 import shutil
 import struct
 import time
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from shardkeep.spec.chunks import Chunk
 from shardkeep.spec.layout import Mesh
 from shardkeep.storage.posix import PosixStore
 from tests.crash.jobs import make_state, manage, save_at
+from tests.support.memory import watch_peak
 
 REF = StepRef(20, 1)
 PART, COMMIT, DIGESTS = "part-r00000.json", COMMIT_RECORD, "digests-r00000.bin"
@@ -258,18 +258,13 @@ def test_exhibit(whole: Path, tmp_path: Path, name: str) -> None:
     root = tmp_path / "run"
     shutil.copytree(whole, root)
     EXHIBITS[name](Forge(root))
-    tracemalloc.start()
     began_s = time.monotonic()
-    try:
-        with pytest.raises(CheckpointError) as caught:
-            load(root)
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    with watch_peak() as peak, pytest.raises(CheckpointError) as caught:
+        load(root)
     wanted = StateMismatch if name in UNLIKE_THE_LIVE_STATE else (Corrupt, IncompatibleFormat)
     assert isinstance(caught.value, wanted)
     assert len(str(caught.value)) < 20_000
-    assert peak_bytes < 64 << 20
+    assert peak.extra_bytes < 64 << 20
     assert time.monotonic() - began_s < 20
     assert not (root.parent / "it-ran").exists()
     # A start passes it over for step 10, or refuses: it takes nothing from it, and never begins anew.

@@ -42,12 +42,10 @@ def list_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [*(parameter.detach() for parameter in parameters), *moments]
 
 
-@dataclass(slots=True)
-class LiveState:
-    """A model, its optimizer, and the same tensors by flat names. `memory` is all their bytes."""
+@dataclass(slots=True, kw_only=True)
+class FlatState:
+    """A model, its optimizer, and the same tensors by flat names."""
 
-    shape: StateShape
-    memory: mmap.mmap
     model: torch.nn.Module
     optimizer: BenchAdamW
     flat: dict[str, torch.Tensor]
@@ -56,6 +54,14 @@ class LiveState:
     def ours(self) -> dict[str, Any]:
         """What shardkeep is given."""
         return {"model": self.model, "optimizer": self.optimizer}
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveState(FlatState):
+    """A state over one piece of memory, which is all its bytes."""
+
+    shape: StateShape
+    memory: mmap.mmap
 
     def fill(self) -> None:
         """Write random numbers everywhere, the same at each call."""
@@ -97,20 +103,7 @@ def open_state(fd: int, shape: StateShape) -> LiveState:
     return LiveState(shape=shape, memory=memory, model=model, optimizer=optimizer, flat=flat)
 
 
-@dataclass(slots=True)
-class TinyState:
-    """A state of one parameter with its moments."""
-
-    model: torch.nn.Module
-    optimizer: BenchAdamW
-    flat: dict[str, torch.Tensor]
-
-    @property
-    def ours(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer}
-
-
-def make_tiny() -> TinyState:
+def make_tiny() -> FlatState:
     """Return a state that costs nothing to save, but for what a library imports at its first save."""
     model, optimizer = build_training({"a": torch.zeros(8)})
     flat: dict[str, torch.Tensor] = {}
@@ -118,7 +111,7 @@ def make_tiny() -> TinyState:
         moments = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(8), "exp_avg_sq": torch.zeros(8)}
         optimizer.state[parameter] = moments
         flat |= {f"model.{name}": parameter.detach(), **{f"{role}.{name}": t for role, t in moments.items()}}
-    return TinyState(model=model, optimizer=optimizer, flat=flat)
+    return FlatState(model=model, optimizer=optimizer, flat=flat)
 
 
 def _populate(memory: mmap.mmap) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,14 @@ from shardkeep.bench.channel import WorkerConfig
 from shardkeep.bench.contenders.base import Contender
 from shardkeep.bench.device import count_bytes, evict, list_files, make_durable
 from shardkeep.bench.gpt import choose_width, list_parameters
-from shardkeep.bench.live import BenchAdamW, build_training
+from shardkeep.bench.live import BenchAdamW, FlatState, build_training
 from shardkeep.bench.registry import EVERYONE
 
 _TIMEOUT_S = 120
 
 
-@dataclass(slots=True)
-class ShardedState:
-    """A sharded model and its optimizer, and the same tensors by flat names."""
-
-    model: torch.nn.Module
-    optimizer: BenchAdamW
-    flat: dict[str, torch.Tensor]
-
-    @property
-    def ours(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer}
+class ShardedState(FlatState):
+    """A state that is sharded over ranks."""
 
     def list_local(self) -> list[torch.Tensor]:
         """Return this rank's part of every tensor."""

@@ -73,11 +73,6 @@ class ShardFile:
         self._begins = [item.begin for item in plan.items]
         self._lock = threading.Lock()
         self._writer: ObjectWriter | None = None
-        self.rewind()
-
-    def rewind(self) -> None:
-        """Begin anew, maybe in another store."""
-        self._writer = None
 
     def write_block(self, store: Store, key: str, offset: int, block: memoryview, spent: PhaseTimes) -> None:
         """Write the block at `offset`, through `block` where the file has no image."""

@@ -27,11 +27,8 @@ from shardkeep.spec.layout import Layout, Mesh, RankChunk, get_cut_order
 T = TypeVar("T", str, ViewRecord)
 
 
-class HeldTensor(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """One tensor as a rank describes it; fields as in `spec.tensors.LocalTensor`, without bytes.
-
-    `chunks` is set for explicit layouts only: all other chunks follow from mesh and placements.
-    """
+class _Described(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
+    """What a rank says of one tensor, but for its mesh."""
 
     key: str
     section: str
@@ -39,13 +36,24 @@ class HeldTensor(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True
     dtype: str
     shape: tuple[int, ...]
     role: str
-    mesh: Mesh | None = None
     placements: tuple[str, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     explicit: bool = False
     trainable: bool | None = None
     per_rank: bool = False
     device: str | None = None
+
+
+_FIELDS: Final = _Described.__struct_fields__
+
+
+class HeldTensor(_Described, frozen=True, gc=False, kw_only=True, omit_defaults=True):
+    """One tensor as a rank describes it; fields as in `spec.tensors.LocalTensor`, without bytes.
+
+    `chunks` is set for explicit layouts only: all other chunks follow from mesh and placements.
+    """
+
+    mesh: Mesh | None = None
 
 
 class Structure(Struct, frozen=True, kw_only=True):
@@ -64,22 +72,10 @@ class Holding:
     structure: Structure
 
 
-class _PostedTensor(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
+class _PostedTensor(_Described, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """A `HeldTensor` with the number of its mesh in place of the mesh."""
 
-    key: str
-    section: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    role: str
     mesh: int | None = None
-    placements: tuple[str, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
-    explicit: bool = False
-    trainable: bool | None = None
-    per_rank: bool = False
-    device: str | None = None
 
 
 class _Posted(Struct, frozen=True, kw_only=True):
@@ -89,9 +85,6 @@ class _Posted(Struct, frozen=True, kw_only=True):
     tensors: tuple[_PostedTensor, ...]
     aliases: dict[str, str]
     views: dict[str, ViewRecord]
-
-
-_FIELDS: Final = tuple(field for field in _PostedTensor.__struct_fields__ if field != "mesh")
 
 
 def encode_structure(structure: Structure) -> bytes:

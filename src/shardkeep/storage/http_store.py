@@ -19,22 +19,14 @@ from shardkeep.errors import CheckpointError, Denied, StorageError
 from shardkeep.knobs import get_knob
 from shardkeep.storage.base import Capabilities, ObjectInfo, ObjectWriter
 from shardkeep.storage.keys import check_folder, check_key, check_prefix, is_part
-from shardkeep.storage.object_client import Connection, ObjectClient
+from shardkeep.storage.object_reader import ObjectReader
 
 _MAX_PAGE_BYTES: Final = 64 << 20
 _HEAD_THREADS: Final = 16
 
 
-class HttpStore:
+class HttpStore(ObjectReader):
     """Objects below an http or https URL. Implements `Store`; every change is Denied. Safe for threads."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._client = ObjectClient(connection)
-
-    @property
-    def url(self) -> str:
-        """The URL; `open_store` takes it back."""
-        return self._client.url
 
     @property
     def capabilities(self) -> Capabilities:
@@ -55,27 +47,6 @@ class HttpStore:
         for key in keys:
             check_key(key)
             raise self._refuse(key)
-
-    def get(self, key: str, *, limit_bytes: int) -> bytes:
-        """Return a whole object. Raises NotFound; Corrupt when it is larger than the limit."""
-        check_key(key)
-        return self._client.get(key, limit_bytes=limit_bytes)
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with bytes `offset ..`, by one ranged request; a short object is Corrupt."""
-        check_key(key)
-        view = buffer.cast("B")
-        if offset < 0:
-            raise StorageError(f"{key}: offset {offset}: expected 0 or more", retryable=False, key=key)
-        if len(view):
-            self._client.read_into(key, offset, view)
-        else:
-            self._client.check_reaches(key, offset)
-
-    def head(self, key: str) -> ObjectInfo:
-        """Return an object's size. Raises NotFound."""
-        check_key(key)
-        return ObjectInfo(key=key, size_bytes=self._client.head(key))
 
     def list_objects(self, prefix: str) -> list[ObjectInfo]:
         """Return every object whose key starts with `prefix`, ascending by key. Asks for each one's size."""

@@ -15,11 +15,12 @@ from shardkeep.errors import AlreadyExists, NotFound, StorageError
 from shardkeep.storage.base import Capabilities, ObjectInfo, ObjectWriter
 from shardkeep.storage.keys import check_folder, check_key, check_prefix, is_part
 from shardkeep.storage.object_claims import put_by_claim
-from shardkeep.storage.object_client import Connection, ObjectClient
+from shardkeep.storage.object_client import Connection
+from shardkeep.storage.object_reader import ObjectReader
 from shardkeep.storage.object_upload import ObjectUpload
 
 
-class ObjectStore:
+class ObjectStore(ObjectReader):
     """A bucket, or a prefix in one. Implements `Store`; safe for threads, processes and machines.
 
     Args:
@@ -27,13 +28,8 @@ class ObjectStore:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._client = ObjectClient(connection)
+        super().__init__(connection)
         self._lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        """The URL without secrets; `open_store` takes it back."""
-        return self._client.url
 
     @property
     def capabilities(self) -> Capabilities:
@@ -67,27 +63,6 @@ class ObjectStore:
         except NotFound:
             return ObjectUpload(self._client, key, size_bytes)
         raise self._client.refuse_existing(key)
-
-    def get(self, key: str, *, limit_bytes: int) -> bytes:
-        """Return a whole object. Raises NotFound; Corrupt when it is larger than the limit."""
-        check_key(key)
-        return self._client.get(key, limit_bytes=limit_bytes)
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with bytes `offset ..`, by one ranged request; a short object is Corrupt."""
-        check_key(key)
-        view = buffer.cast("B")
-        if offset < 0:
-            raise StorageError(f"{key}: offset {offset}: expected 0 or more", retryable=False, key=key)
-        if len(view):
-            self._client.read_into(key, offset, view)
-        else:
-            self._client.check_reaches(key, offset)
-
-    def head(self, key: str) -> ObjectInfo:
-        """Return an object's size. Raises NotFound."""
-        check_key(key)
-        return ObjectInfo(key=key, size_bytes=self._client.head(key))
 
     def list_objects(self, prefix: str) -> list[ObjectInfo]:
         """Return every object whose key starts with `prefix`, ascending by key."""

@@ -239,6 +239,7 @@ def test_a_change_that_ends_after_its_copy_is_seen_by_the_next_step_or_the_recei
             with pytest.raises(StateChanged):
                 manager.wait()
     assert steps_of(held.inner) == []
+    assert not [call for call in held.store.log if call.verb == "put" and "/part-" in call.key]
 
 
 def test_changes_after_a_step_that_passed_are_nobodys_business() -> None:

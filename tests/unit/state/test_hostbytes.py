@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import resource
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from shardkeep.errors import IncompatibleFormat, UnsupportedState
 from shardkeep.spec.dtypes import DTYPES
 from shardkeep.state.hostbytes import TensorBytes, check_storable, dtype_name, iter_boxes, torch_dtype
+from tests.support.memory import watch_peak
 from tests.support.ranks import run_ranks
 
 ALL_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -246,21 +246,11 @@ def measure_peak(rank: int, world_size: int) -> dict[str, int]:
         data = TensorBytes(live)
         small = memoryview(space)
         data.copy_out(0, small[: 1 << 20])
-        with open("/proc/self/clear_refs", "w") as reset:
-            reset.write("5")
-        before = peak()
-        data.copy_out(0, small)
-        data.copy_in(3, small.toreadonly()[3:])
-        grown[name] = peak() - before
+        with watch_peak() as peak:
+            data.copy_out(0, small)
+            data.copy_in(3, small.toreadonly()[3:])
+        grown[name] = peak.extra_bytes
     return grown
-
-
-def peak() -> int:
-    with open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("VmHWM"):
-                return int(line.split()[1]) << 10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def test_memory_stays_bounded() -> None:
