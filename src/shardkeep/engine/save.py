@@ -256,6 +256,8 @@ class Saver:
         def get_again() -> list[ShardFile]:
             if not files:
                 files.extend(get_files())
+            for file in files:
+                file.rewind()
             return files
 
         places = list(enumerate(stores or [self._store]))

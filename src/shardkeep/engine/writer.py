@@ -74,6 +74,10 @@ class ShardFile:
         self._lock = threading.Lock()
         self._writer: ObjectWriter | None = None
 
+    def rewind(self) -> None:
+        """Begin anew in another store: this rank may have finished where another one failed."""
+        self._writer = None
+
     def write_block(self, store: Store, key: str, offset: int, block: memoryview, spent: PhaseTimes) -> None:
         """Write the block at `offset`, through `block` where the file has no image."""
         with self._lock:
