@@ -113,6 +113,20 @@ def test_one_group_without_peers(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.timeout(300)
+def test_restarts_from_memory(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    found, _ = run(tmp_path, "--only", "tiers", "--peers", "none")
+    assert list(found) == [*list_keys(("tiers",)), "details"]
+    seconds = found["details"]["seconds"]["tiers.restart"]
+    ratio = seconds["raw"]["median"] / seconds["shardkeep"]["median"]
+    assert found["tiers.restart.memcpy_ratio"] == pytest.approx(ratio)
+    assert found["details"]["exact"]["tiers"] == {"shardkeep": True}
+    assert os.listdir(tmp_path) == []
+    left = set(os.listdir("/dev/shm")) - before
+    assert not [name for name in left if name.startswith("shardkeep-bench-")]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_asynchronous_saves(tmp_path: Path) -> None:

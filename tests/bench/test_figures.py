@@ -26,6 +26,7 @@ KEYS = [
     "load.cold.best_peer_ratio",
     "load.warm.best_peer_ratio",
     "load.partial.amplification",
+    "tiers.restart.memcpy_ratio",
     "ranks4.save.best_peer_ratio",
     "ranks4.reshard_load.best_peer_ratio",
     "memory.save_blocking_extra_mib",
@@ -54,6 +55,7 @@ SECONDS: dict[str, dict[str, list[float | None]]] = {
     "async.first_stall": {"shardkeep": [0.25, 0.5], "dcp-2t": [1.0, 2.0], "dcp-1t": [1.25, None]},
     "async.lost": {"shardkeep": [0.5, 0.5], "dcp-2t": [1.5, 1.0]},
     "overlap.stall": {"shardkeep": [0.02, 0.04]},
+    "tiers.restart": {"raw": [0.5, 0.25], "shardkeep": [1.0, 0.5]},
     "ranks4.save": {"raw": [1.0], "shardkeep": [1.5], "dcp-1t": [4.5]},
     "ranks4.reshard_load": {"shardkeep": [1.5], "dcp-1t": [3.0]},
 }
@@ -80,6 +82,7 @@ EXPECTED = {
     "load.cold.best_peer_ratio": 1.1,
     "load.warm.best_peer_ratio": 0.5,
     "load.partial.amplification": 1.04,
+    "tiers.restart.memcpy_ratio": 0.5,
     "ranks4.save.best_peer_ratio": 3.0,
     "ranks4.reshard_load.best_peer_ratio": 2.0,
     "memory.save_blocking_extra_mib": 32.0,

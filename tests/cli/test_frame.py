@@ -13,11 +13,12 @@ import pytest
 
 from shardkeep import __version__
 from shardkeep.cli.main import COMMANDS
-from shardkeep.cli.output import escape, format_bytes, format_table
+from shardkeep.cli.output import escape, format_table
 from shardkeep.engine.run import WRITER, claim_generation, create_run
 from shardkeep.format.names import StepRef
 from shardkeep.format.records import CommitRecord, Facts, LayoutTable, PartSummary, encode_metrics, encode_record
 from shardkeep.storage.posix import PosixStore
+from shardkeep.types import format_bytes
 from tests.cli.runner import shardkeep
 from tests.support.fake_state import FakeRun, small_state
 

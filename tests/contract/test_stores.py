@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shardkeep.engine.tiers import Place, TieredStore
 from shardkeep.storage.base import Store
 from shardkeep.storage.memory import MemoryStore
 from shardkeep.storage.posix import PosixStore
@@ -64,6 +65,15 @@ class TestMemoryStoreOfEqualParts(StoreContract):
 class TestLossyStore(StoreContract):
     def make_store(self) -> Store:
         return LossyStore()
+
+
+class TestTieredStore(TestPosixStoreOnDisk):
+    """Writes are the root's; a tier that holds nothing of the run, and one that is down, change no answer."""
+
+    def make_store(self) -> Store:
+        down = Fault(kind="io_error", times=None)
+        tiers = [MemoryStore(name="empty"), FaultStore(MemoryStore(name="down"), [down])]
+        return TieredStore([Place(store=tier, shared=False) for tier in tiers], PosixStore(self.root))
 
 
 class TestRetryingStore(StoreContract):

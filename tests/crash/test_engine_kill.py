@@ -49,6 +49,7 @@ def strike(tmp_path: Path, world_size: int, victim: int, kind: FaultKind, at_cal
         outcomes = ranks.collect(timeout_s=30)
         died = outcomes[victim].exit_code == -9
         if not died:
+            assert outcomes[victim].value is not None, outcomes
             assert outcomes[victim].value < at_call
         # The others learn of it soon: no hang.
         assert max(outcome.seconds for outcome in outcomes) < 10, time.monotonic() - began_s

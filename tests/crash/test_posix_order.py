@@ -38,6 +38,7 @@ attempt(writer.write_at, 4096, block[4096:20000])
 attempt(writer.finish)
 """
 _WRITTEN = (bytes(range(256)) * 4096)[:20000]
+_CLONE = "attempt(store.clone, 'g/w', 'h/w')"
 
 
 def _trace(root: Path, code: str, *inject: str) -> Outcome:
@@ -58,6 +59,14 @@ class TestOrder:
             synced = done.find("fsync", "/g/.tmp-", after=written)
             published = done.find(publish, '"a"', after=synced)
             done.find("fsync", f"{root}/g>", after=published)
+
+    def test_a_clone_makes_its_name_durable_before_it_returns_and_writes_nothing(self, root: Path) -> None:
+        PosixStore(root).put("g/w", b"bytes")
+        done = _trace(root, _CLONE)
+        assert done.status == 0, done.output
+        made = done.find("fsync", f"{root}>", after=done.find("mkdirat", '"h"'))
+        done.find("fsync", f"{root}/h>", after=done.find("linkat", '"w"', after=made))
+        assert not [call for call in done.calls if call.name in ("pwrite64", "fallocate")]
 
     def test_new_folders_are_durable_before_anything_in_them(self, root: Path) -> None:
         for name, code in (("put", _PUT_EXCLUSIVE), ("writer", _WRITE)):
@@ -186,6 +195,27 @@ class TestFailures:
         assert done.status == 0, done.output
         done.find("pwrite64", f", {4096 + short_bytes}", after=done.find("pwrite64", ", 4096"))
         assert (root / "g/w").read_bytes()[4096 + short_bytes :] == _WRITTEN[4096 + short_bytes :]
+
+    @pytest.mark.parametrize(
+        ("rule", "error", "retryable"),
+        [
+            ("linkat:error=EMLINK", "StorageError", "False"),
+            ("linkat:error=EXDEV", "StorageError", "False"),
+            ("linkat:error=EOPNOTSUPP", "StorageError", "False"),
+            ("linkat:error=EPERM", "Denied", "False"),
+            ("linkat:error=ENOSPC", "OutOfSpace", "False"),
+            ("linkat:error=EIO", "StorageError", "True"),
+            ("linkat:error=ENOENT", "NotFound", "None"),
+            ("fsync:error=EIO:when=3+", "StorageError", "False"),
+        ],
+    )
+    def test_a_clone_that_fails_says_whether_to_try_again(
+        self, root: Path, rule: str, error: str, retryable: str
+    ) -> None:
+        PosixStore(root).put("g/w", b"bytes")
+        done = _trace(root, _CLONE, rule)
+        assert (done.status, done.output.split()[:2]) == (3, [error, retryable])
+        assert PosixStore(root).get("g/w", limit_bytes=9) == b"bytes"
 
     @pytest.mark.parametrize("error", ["EPERM", "EOPNOTSUPP", "ENOSYS"])
     def test_exclusive_put_without_hard_links(self, root: Path, error: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardkeep.engine.verify import verify_run
 from shardkeep.events import Event
 from shardkeep.storage.base import Store
 from shardkeep.storage.posix import PosixStore
+from shardkeep.storage.resolve import open_store
 from shardkeep.testing.faults import Fault, FaultKind, FaultStore
 from tests.crash.jobs import digest, make_state
 from tests.support.ranks import start_ranks
@@ -27,12 +29,25 @@ class Ignored:
         return
 
 
+def open_places(folder: str, root: str) -> dict[str, Store]:
+    """Return the two tiers, and the root: a folder below `folder`, or elsewhere by its URL."""
+    return {name: PosixStore(f"{folder}/{name}") for name in PLACES[:2]} | {"root": open_store(root)}
+
+
 def job(
-    rank: int, world_size: int, folder: str, last: int, victim: int, where: str, kind: FaultKind, at_call: int | None
+    rank: int,
+    world_size: int,
+    folder: str,
+    root: str,
+    last: int,
+    victim: int,
+    where: str,
+    kind: FaultKind,
+    at_call: int | None,
 ) -> tuple[int, int]:
     """Start, check what is resumed, save each step up to `last` and end; the step resumed, the calls of the place."""
     plan = [Fault(kind=kind, at_call=at_call)] if at_call is not None and rank == victim else []
-    stores: dict[str, Store] = {name: PosixStore(f"{folder}/{name}") for name in PLACES}
+    stores = open_places(folder, root)
     struck = FaultStore(stores[where], plan)
     stores[where] = struck
     tiers = [sk.Tier(stores["ram"], every=1), sk.Tier(stores["disk"], every=2, keep=2)]
@@ -48,9 +63,8 @@ def job(
     return report.step, len(struck.log)
 
 
-def whole_steps(folder: str, name: str) -> list[int]:
+def whole_steps(store: Store) -> list[int]:
     """Return a place's committed steps, each of which verifies byte for byte."""
-    store = PosixStore(f"{folder}/{name}")
     if scan_run(store) is None:
         return []
     assert not verify_run(store).listed
@@ -58,20 +72,38 @@ def whole_steps(folder: str, name: str) -> list[int]:
     return sorted(f.ref.step for f in folders if f.committed and not f.pruning)
 
 
-def strike(folder: str, world_size: int, victim: int, where: str, kind: FaultKind, at_call: int) -> bool:
-    """Save 1 to 4, kill a rank in the job that goes on to 9, and start again; say whether it died."""
-    with start_ranks(job, world_size, folder, 4, victim, where, kind, None, env=_ENV) as ranks:
+def strike(
+    folder: str,
+    world_size: int,
+    victim: int,
+    where: str,
+    kind: FaultKind,
+    at_call: int,
+    *,
+    root: str = "",
+    env: Mapping[str, str] | None = None,
+) -> bool:
+    """Save 1 to 4, kill a rank in the job that goes on to 9, and start again; say whether it died.
+
+    Args:
+        root: the root's URL, empty until now; else it is a folder beside the tiers.
+        env: leads the ranks to it.
+    """
+    root = root or f"{folder}/root"
+    places = open_places(folder, root)
+    env = {**_ENV, **(env or {})}
+    with start_ranks(job, world_size, folder, root, 4, victim, where, kind, None, env=env) as ranks:
         ranks.results(timeout_s=30)
-    with start_ranks(job, world_size, folder, 9, victim, where, kind, at_call, env=_ENV) as ranks:
+    with start_ranks(job, world_size, folder, root, 9, victim, where, kind, at_call, env=env) as ranks:
         outcomes = ranks.collect(timeout_s=40)
         died = outcomes[victim].exit_code == -9
-    left = {name: whole_steps(folder, name) for name in PLACES}
+    left = {name: whole_steps(store) for name, store in places.items()}
     newest = max(max(steps, default=0) for steps in left.values())
     assert newest >= 4
-    with start_ranks(job, world_size, folder, 10, victim, where, kind, None, env=_ENV) as ranks:
+    with start_ranks(job, world_size, folder, root, 10, victim, where, kind, None, env=env) as ranks:
         resumed = {step for step, _ in ranks.results(timeout_s=40)}
     assert resumed == {newest} or (max(resumed) > newest and len(resumed) == 1), (left, resumed)
-    after = {name: whole_steps(folder, name) for name in PLACES}
+    after = {name: whole_steps(store) for name, store in places.items()}
     assert after["ram"] == [10]
     assert after["disk"][-1] == 10
     assert {3, 6, 9} <= set(after["root"]), (left, after)

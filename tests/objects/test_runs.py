@@ -22,6 +22,7 @@ from shardkeep.storage.resolve import open_store
 from shardkeep.testing.faults import Call, Fault, FaultKind, FaultStore
 from tests.cli.runner import shardkeep
 from tests.crash.jobs import Sink, check_clean, committed, digest, make_state, manage, restart, save_at
+from tests.support.adapters import make_adapted, same_state, train_to
 from tests.support.proxy import FaultProxy, Trouble
 from tests.support.ranks import start_ranks
 from tests.support.servers import Server
@@ -67,6 +68,30 @@ def test_one_checkpoint_by_url(s3: str) -> None:
     found = make_state(1)
     assert sk.load(root, found).ref.step == 9
     assert digest(found) == digest(make_state(9))
+
+
+def test_a_frozen_base_is_sent_once_and_copied_by_the_service(proxied: str, proxy: FaultProxy) -> None:
+    """LORA-3: five saves send one base and five adapters; each checkpoint has all of its own."""
+    steps, sent = (1, 2, 3, 4, 5), []
+    store = open_store(proxied)
+    with manage(store, keep=Keep(last=4)) as manager:
+        state = make_adapted(0)
+        manager.resume(state)
+        for step in steps:
+            train_to(state, step)
+            proxy.log.clear()
+            manager.save(step, state)
+            sent.append(sum(passed.sent_bytes for passed in proxy.log))
+    assert sent[0] > 10_000_000
+    assert max(sent[1:]) < 100_000
+    frozen = [info for info in store.list_objects("") if "/frozen-" in info.key]
+    assert [info.size_bytes > 10_000_000 for info in frozen] == [True] * 4
+    assert committed(store) == [2, 3, 4, 5]
+    check_clean(store)
+    for step in (2, 5):
+        found = make_adapted(0)
+        sk.load(proxied, found, step=step)
+        assert same_state(found, make_adapted(step))
 
 
 def test_a_partial_read_fetches_what_it_needs(proxied: str, proxy: FaultProxy) -> None:

@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
+from shardkeep.engine.run import scan_run
 from shardkeep.events import Event
+from shardkeep.format.names import StepRef
+from shardkeep.storage.posix import PosixStore
 from shardkeep.storage.resolve import open_store
 from shardkeep.testing.faults import Call, Fault, FaultStore
 from tests.support.ranks import mark, run_ranks, start_ranks
@@ -345,9 +348,15 @@ def test_a_dead_rank_is_named_in_bounded_time(tmp_path: Path) -> None:
 # The clock
 
 
-def save_by_the_clock(rank: int, world_size: int, root: str) -> tuple[list[int], int]:
+def save_by_the_clock(
+    rank: int, world_size: int, root: str, tier_url: str | None, every_s: float, run_s: float
+) -> tuple[list[int], int, list[int]]:
+    """Return the steps that this rank took for saved, the exit code, and the steps that are in the tier."""
     saved = []
-    with sk.CheckpointManager(root, save_every=sk.Minutes(0.2 / 60), keep=sk.Keep(last=1)) as manager:
+    tiers = [sk.Tier(tier_url, every=sk.Minutes(0.15 / 60), keep=100, scope="shared")] if tier_url else []
+    with sk.CheckpointManager(
+        root, save_every=sk.Minutes(every_s / 60), keep=sk.Keep(last=3 if tiers else 1), tiers=tiers
+    ) as manager:
         state = make_state(rank, world_size)
         manager.resume(state)
         began_s = time.monotonic()
@@ -357,20 +366,37 @@ def save_by_the_clock(rank: int, world_size: int, root: str) -> tuple[list[int],
             time.sleep(0.002 * rank)
             if manager.after_step(step, state):
                 saved.append(step)
-            stop.fill_(float(rank == 1 and time.monotonic() - began_s > 1.5))
+            stop.fill_(float(rank == 1 and time.monotonic() - began_s > run_s))
             dist.all_reduce(stop)
             if stop.item():
                 break
-        return saved, manager.exit_code
+    return saved, manager.exit_code, [ref.step for ref in list_steps(tier_url)] if tier_url else []
 
 
 def test_saves_by_the_clock_are_of_the_same_steps(tmp_path: Path) -> None:
-    ends = run_ranks(save_by_the_clock, 3, str(tmp_path), env=QUICK)
+    ends = run_ranks(save_by_the_clock, 3, str(tmp_path), None, 0.2, 1.5, env=QUICK)
     assert ends == [ends[0]] * 3
-    saved, code = ends[0]
+    saved, code, _ = ends[0]
     assert code == 0
     assert 3 <= len(saved) <= 8
     check_checkpoint(str(tmp_path), saved[-1])
+
+
+def test_a_tier_by_the_clock_takes_the_same_steps_on_all_ranks(tmp_path: Path) -> None:
+    ends = run_ranks(save_by_the_clock, 3, str(tmp_path / "run"), str(tmp_path / "ram"), 0.6, 2.0, env=QUICK)
+    assert ends == [ends[0]] * 3
+    saved, _, in_tier = ends[0]
+    assert in_tier == saved
+    assert len(saved) >= 4
+    in_root = [ref.step for ref in list_steps(str(tmp_path / "run"))]
+    assert in_root
+    assert set(in_root) < set(saved)
+
+
+def list_steps(url: str) -> tuple[StepRef, ...]:
+    view = scan_run(PosixStore(url))
+    assert view is not None
+    return view.timeline
 
 
 # Without ranks, and under torchrun

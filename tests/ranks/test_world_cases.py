@@ -399,7 +399,10 @@ def find_own(rank: int, keys: set[str]) -> set[str]:
 
 
 def test_a_rank_reads_its_own_bytes(tmp_path: Path) -> None:
-    """Every rank its own shards, and of others only what is the same everywhere and stored once (step counters)."""
+    """Every rank its own shards, and of others only what is the same everywhere and stored once (step counters).
+
+    pytorch/pytorch#110479: a load gathered many GB on every rank and ran out of memory, where training had fitted.
+    """
     run_ranks(save_wide, 4, str(tmp_path))
     for rank, (reported, read, keys, own) in enumerate(run_ranks(read_own, 4, str(tmp_path))):
         assert reported == read

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Group = Literal["save", "load", "partial", "async", "ranks", "scale", "cli"]
-GROUPS: Final[tuple[Group, ...]] = ("save", "load", "partial", "async", "ranks", "scale", "cli")
+Group = Literal["save", "load", "partial", "tiers", "async", "ranks", "scale", "cli"]
+GROUPS: Final[tuple[Group, ...]] = ("save", "load", "partial", "tiers", "async", "ranks", "scale", "cli")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,7 @@ BARS: Final = {
         _least("load.cold.best_peer_ratio", "load", 1.05, "fastest peer / cold load"),
         _least("load.warm.best_peer_ratio", "load", 0.9, "fastest peer / load from the page cache"),
         _most("load.partial.amplification", "partial", 1.05, "bytes read / bytes asked for"),
+        _least("tiers.restart.memcpy_ratio", "tiers", 0.8, "one-thread memcpy / restart from a tier in memory"),
         _least("ranks4.save.best_peer_ratio", "ranks", 2.0, "fastest peer / save of 4 ranks"),
         _least("ranks4.reshard_load.best_peer_ratio", "ranks", 1.8, "fastest peer / load on 2 ranks"),
         _most("memory.save_blocking_extra_mib", "save", 128.0, "memory of a blocking save above the state, MiB"),

@@ -34,7 +34,7 @@ def find_figures(
     Args:
         seconds: what -> who -> by round, with None where someone did not take part: `save`, `load.cold`, `load.warm`,
             `memcpy`, `async.stall`, `async.first_stall`, `async.lost`, `overlap.stall`, `ranks4.save`,
-            `ranks4.reshard_load`.
+            `ranks4.reshard_load`, `tiers.restart` (`raw`: memcpy).
         facts: `memory` (what -> who -> bytes), `partial` (what -> bytes read per byte asked), `scale`, `ls_ms`,
             `state_bytes`.
     """
@@ -49,6 +49,7 @@ def find_figures(
         "load.cold.limit_ratio": _against_raw(seconds, "load.cold"),
         "load.cold.best_peer_ratio": _against_best(seconds, "load.cold"),
         "load.warm.best_peer_ratio": _against_best(seconds, "load.warm"),
+        "tiers.restart.memcpy_ratio": _against_raw(seconds, "tiers.restart"),
         "ranks4.save.best_peer_ratio": _against_best(seconds, "ranks4.save"),
         "ranks4.reshard_load.best_peer_ratio": _against_best(seconds, "ranks4.reshard_load"),
     }

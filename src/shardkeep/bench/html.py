@@ -14,6 +14,7 @@ _TITLES: Final = {
     "load.cold": "Load from a cold page cache",
     "load.warm": "Load from the page cache",
     "partial.tensor": "Cold read of one large tensor",
+    "tiers.restart": "Restart from a tier in memory (raw: one-thread memcpy of the state)",
     "async.first_stall": "Asynchronous save: first stall of a process",
     "async.stall": "Asynchronous save: later stalls",
     "async.lost": "Asynchronous save: training time lost until durable",

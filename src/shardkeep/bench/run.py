@@ -15,6 +15,7 @@ from shardkeep.bench.figures import Figure, describe_seconds, find_figures
 from shardkeep.bench.group_async import measure_asynchronous
 from shardkeep.bench.group_files import Pool, measure_limits, measure_load, measure_partial, measure_save
 from shardkeep.bench.group_ranks import measure_ranks
+from shardkeep.bench.group_tiers import measure_tiers
 from shardkeep.bench.memory import read_meminfo
 from shardkeep.bench.options import BenchOptions
 from shardkeep.bench.session import Session, open_session
@@ -23,7 +24,7 @@ from shardkeep.bench.stats import find_spread
 SCALE_RANKS: Final = 16_384
 SCALE_PARAMS: Final = 10**12
 LS_COUNT: Final = 1000
-_WITH_STATE: Final = frozenset({"save", "load", "partial", "async"})
+_WITH_STATE: Final = frozenset({"save", "load", "partial", "tiers", "async"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,8 @@ def _measure(session: Session) -> None:
         measure_load(session, pool)
     if "partial" in groups:
         measure_partial(session, pool)
+    if "tiers" in groups:
+        measure_tiers(session, pool)
     pool.close()
     if "async" in groups:
         measure_asynchronous(session, pool)

@@ -25,7 +25,16 @@ from shardkeep.bench.options import BenchOptions
 from shardkeep.bench.registry import EVERYONE, PEERS
 from shardkeep.errors import OutOfSpace, StorageError
 
-FOOTPRINT: Final = {"save": 2.1, "load": 5.2, "partial": 4.1, "async": 2.2, "ranks": 2.2, "scale": 0.0, "cli": 0.0}
+FOOTPRINT: Final = {
+    "save": 2.1,
+    "load": 5.2,
+    "partial": 4.1,
+    "tiers": 1.1,
+    "async": 2.2,
+    "ranks": 2.2,
+    "scale": 0.0,
+    "cli": 0.0,
+}
 """The most that a group has on the disk at a time, in states."""
 
 MEMORY_STATES: Final = 4.0

@@ -89,6 +89,22 @@ class Job:
         found = _measure(lambda: self.contender.load_part(Path(folder), key, rows))
         return {**found, "read_bytes": count_read(before, read_io())}
 
+    def save_in_tier(self, folder: str, tier: str) -> None:
+        """Save into a tier, the root being at `folder`."""
+        self.contender.save_in_tier(self.state, Path(folder), Path(tier))
+
+    def restart(self, folder: str, tier: str, *, digest: str = "") -> dict[str, Any]:
+        """Resume from a tier; with `digest` into a scrambled state that is checked afterwards."""
+        if digest:
+            self.state.scramble()
+        gc.collect()
+        found: dict[str, Any] = {"took_s": self.contender.restart(self.state, Path(folder), Path(tier))}
+        if digest:
+            found["is_exact"] = self.state.digest() == digest
+            if not found["is_exact"]:
+                self.state.fill()
+        return found
+
     def measure_async(self, folder: str, **options: Any) -> dict[str, Any]:
         """Train beside asynchronous saves; see `training`."""
         from shardkeep.bench.training import measure_async

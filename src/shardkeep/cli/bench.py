@@ -19,7 +19,7 @@ _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _WHATS: Final = (
     "save", "load.cold", "load.warm", "partial.tensor", "partial.rows", "memcpy", "async.first_stall", "async.stall",
     "async.lost", "async.durable", "overlap.stall", "ranks2.save", "ranks2.load", "ranks4.save", "ranks4.load",
-    "ranks4.reshard_load",
+    "ranks4.reshard_load", "tiers.restart",
 )  # fmt: skip
 
 
@@ -27,7 +27,7 @@ _WHATS: Final = (
 @click.argument("place", required=False, default=".", metavar="[DIR]")
 @click.option("--size", default=f"{PLAIN_BYTES >> 20}MiB", show_default=True, help="Of the state, as in 3GiB.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds after a warm-up.")
-@click.option("--only", multiple=True, metavar="GROUP", help="save, load, partial, async, ranks, scale, cli.")
+@click.option("--only", multiple=True, metavar="GROUP", help="save, load, partial, tiers, async, ranks, scale, cli.")
 @click.option("--peers", default="all", show_default=True, help="all, none, or names with commas between.")
 @click.option("--tune", is_flag=True, help="Try the settings for this storage, and print the best.")
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page with charts.")

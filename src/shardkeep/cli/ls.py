@@ -9,7 +9,6 @@ import click
 from shardkeep.cli.output import (
     escape,
     format_age,
-    format_bytes,
     format_count,
     format_metrics,
     format_table,
@@ -20,6 +19,7 @@ from shardkeep.engine.listing import Entry, Listing, list_everything, list_timel
 from shardkeep.errors import StorageError
 from shardkeep.format.records import decode_metrics
 from shardkeep.storage.resolve import open_store
+from shardkeep.types import format_bytes
 
 
 @click.command("ls")

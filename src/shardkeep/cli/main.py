@@ -24,6 +24,7 @@ COMMANDS: Final = {
     "diff": "Compare two checkpoints or files of tensors.",
     "prune": "Remove checkpoints by rule, and what failed saves left.",
     "rollback": "Make the next resume go on from an earlier step.",
+    "doctor": "Check before a run that its places and this machine will do.",
     "audit": "Run a training command killed and unkilled, and compare.",
     "bench": "Measure saves and loads against this machine and other libraries.",
     "demo": "Train, kill and resume a small model, and prove it exact.",

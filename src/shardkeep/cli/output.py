@@ -9,9 +9,7 @@ import datetime
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
-
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+from typing import Any
 
 
 def escape(text: str) -> str:
@@ -55,16 +53,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [*map(_finite, value)]
     return value
-
-
-def format_bytes(count: int) -> str:
-    """Return a size for a person: `1.5 GiB`."""
-    size = float(count)
-    for unit in _UNITS:
-        if abs(size) < 1024 or unit == _UNITS[-1]:
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")
 
 
 def format_count(count: int, word: str) -> str:

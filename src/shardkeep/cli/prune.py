@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 import click
 
-from shardkeep.cli.output import escape, format_bytes, format_count, write, write_json
+from shardkeep.cli.output import escape, format_count, write, write_json
 from shardkeep.cli.target import get_view, open_run, parse_target
 from shardkeep.engine.prune import PrunePlan, plan_prune, prune
 from shardkeep.engine.run import RunView
@@ -14,6 +14,7 @@ from shardkeep.errors import UsageError
 from shardkeep.events import Event
 from shardkeep.format.names import StepRef
 from shardkeep.plan.retention import Best, Keep
+from shardkeep.types import format_bytes
 
 
 class _Quiet:

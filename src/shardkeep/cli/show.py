@@ -13,7 +13,6 @@ from shardkeep.cli.output import (
     escape,
     fit,
     format_age,
-    format_bytes,
     format_count,
     format_metrics,
     format_table,
@@ -28,6 +27,7 @@ from shardkeep.engine.sources import CheckpointSource, FileSource, find_files
 from shardkeep.errors import NotFound, UsageError
 from shardkeep.format.records import CommitRecord, ShardRecord, decode_metrics
 from shardkeep.storage.base import Store
+from shardkeep.types import format_bytes
 
 _MAX_TENSORS = 40
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from shardkeep.cli.output import escape, format_bytes, format_count, write, write_json
+from shardkeep.cli.output import escape, format_count, write, write_json
 from shardkeep.cli.progress import show_progress
 from shardkeep.cli.target import (
     STEP_HELP,
@@ -34,6 +34,7 @@ from shardkeep.engine.verify import StepReport, verify_run, verify_step
 from shardkeep.errors import CheckpointError, Corrupt, IncompatibleFormat, NotCommitted, NotFound, StorageError
 from shardkeep.format.names import StepRef
 from shardkeep.storage.base import Store
+from shardkeep.types import format_bytes
 
 _NOT_DAMAGE = {"unreadable": StorageError.exit_code, "incompatible": IncompatibleFormat.exit_code}
 

@@ -44,6 +44,9 @@ class KillingStore:
         writer = self._inner.writer(key, size_bytes)
         return _KillingWriter(self, writer) if self._is_due(key) else writer
 
+    def clone(self, source: str, target: str) -> None:
+        self._inner.clone(source, target)
+
     def get(self, key: str, *, limit_bytes: int) -> bytes:
         return self._inner.get(key, limit_bytes=limit_bytes)
 

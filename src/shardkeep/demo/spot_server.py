@@ -62,7 +62,8 @@ def run_server(program: str, folder: Path) -> Iterator[ObjectServer]:
     command += ["-s3.port.lance=0", "-s3.port.iceberg=0", "-master.volumeSizeLimitMB=64", "-volume.max=100"]
     command += [f"-{name}={port}" for name, port in zip(_PORTS, ports, strict=False)]
     command += [f"-{name}.grpc={port}" for name, port in zip(_PORTS, ports[len(_PORTS) :], strict=False)]
-    command += [f"-{name}.localSocket={folder}/{name}.sock" for name in ("filer", "s3")]
+    # Relative to `cwd`: the path of a socket has room for 107 bytes, and a temporary folder may be longer.
+    command += [f"-{name}.localSocket={name}.sock" for name in ("filer", "s3")]
     filer, s3 = ports[2], ports[3]
     log = folder / "server.log"
     with log.open("wb") as out:
@@ -73,7 +74,9 @@ def run_server(program: str, folder: Path) -> Iterator[ObjectServer]:
             end_s = time.monotonic() + _PATIENCE_S
             while not (_ask(s3, "GET", "/") in (200, 403) and _ask(filer, "POST", f"/buckets/{BUCKET}/") == 201):
                 if process.poll() is not None or time.monotonic() > end_s:
-                    raise StorageError(f"{program} does not come up: {log.read_text(errors='replace')[-1000:]}")
+                    lines = log.read_text(errors="replace").splitlines()
+                    fatal = [line for line in lines if line.startswith("F")]  # followed by its stacks
+                    raise StorageError(f"{program} does not come up: {' '.join(fatal or lines[-5:])[-1000:]}")
                 time.sleep(0.1)
             yield ObjectServer(
                 url=f"s3://{BUCKET}",

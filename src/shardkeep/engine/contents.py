@@ -10,6 +10,7 @@ import msgspec
 from shardkeep.engine.environment import describe_environment
 from shardkeep.engine.planning import Agreed
 from shardkeep.engine.run import now
+from shardkeep.engine.writer import ShardFile
 from shardkeep.format.hf_index import encode_hf_index
 from shardkeep.format.names import StepRef
 from shardkeep.format.records import CommitRecord, Facts, FileRecord, LayoutTable, PartSummary, encode_metrics
@@ -46,6 +47,29 @@ def make_commit(run_id: str, ref: StepRef, plan: str, facts: Facts, receipts: Se
     decoder = msgspec.json.Decoder(PartSummary)
     parts = tuple(map(decoder.decode, receipts))
     return CommitRecord(run_id=run_id, ref=ref, world_size=len(parts), plan=plan, parts=parts, facts=facts)
+
+
+class _Receipt(PartSummary, frozen=True, gc=False, array_like=True):
+    """What a rank tells the coordinator of its part; the commit record takes its first fields alone."""
+
+    unchanged_bytes: int = 0
+
+
+def make_receipt(summary: PartSummary, files: Sequence[ShardFile]) -> bytes:
+    """Return the receipt of a part: how the commit record names it, and the bytes that were not written again."""
+    receipt = _Receipt(
+        size_bytes=summary.size_bytes,
+        sha256=summary.sha256,
+        shard_bytes=summary.shard_bytes,
+        shard_count=summary.shard_count,
+        unchanged_bytes=sum(file.plan.size_bytes for file in files if file.is_cloned),
+    )
+    return msgspec.json.encode(receipt)
+
+
+def count_unchanged(receipts: Sequence[bytes]) -> int:
+    """Return the bytes of all ranks that were not written again."""
+    return sum(msgspec.json.decode(data, type=_Receipt).unchanged_bytes for data in receipts)
 
 
 def make_index(table: LayoutTable, limit_bytes: int) -> bytes | None:

@@ -11,6 +11,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import Struct
@@ -20,6 +21,7 @@ from shardkeep.engine.blocks import run_blocks
 from shardkeep.engine.reader import PartReader, read_verified
 from shardkeep.engine.run import exists, record_limit
 from shardkeep.engine.tiers import is_committed
+from shardkeep.engine.unchanged import Origin, clone_quietly, describe_part
 from shardkeep.errors import CheckpointError, Corrupt, NotCommitted, NotFound, PeerFailure, StorageError
 from shardkeep.format.digests import BLOCK_BYTES
 from shardkeep.format.names import COMMIT_RECORD, HF_INDEX, StepRef, format_digests, format_part
@@ -48,11 +50,19 @@ class Pace:
             time.sleep(pause_s)
 
 
+@dataclass(slots=True)
+class Lane:
+    """What the copies to one place share: how fast they may be, and the shards that the last one left there."""
+
+    pace: Pace
+    origins: dict[str, Origin] = field(default_factory=dict)
+
+
 class Promotion(Struct, frozen=True, kw_only=True):
     """What became of a copy, the same on every rank but for the bytes.
 
     Attributes:
-        copied_bytes: what this rank copied.
+        copied_bytes: what this rank copied, without what the place cloned from an earlier checkpoint.
         problem: why it is not there; empty: it is.
         lasting: no later try will do better.
     """
@@ -69,7 +79,7 @@ def promote(
     ref: StepRef,
     *,
     run_id: str,
-    pace: Pace,
+    lane: Lane,
     prepare: Callable[[], None] = lambda: None,
 ) -> Promotion:
     """Copy one committed checkpoint from one store to another (collective).
@@ -78,9 +88,11 @@ def promote(
     calls are the same. A copy that did not come to its end is taken up by the next try.
 
     Args:
+        lane: of this place. Shards that are what the last checkpoint left there are cloned in the place itself.
         prepare: called on every rank before it writes.
     """
     copied: list[int] = []
+    origins: dict[str, Origin] = {}
 
     def work() -> bytes:
         try:
@@ -89,7 +101,7 @@ def promote(
                 commit = _decode_commit(data, ref, run_id)
                 # Of a checkpoint of another number of ranks, the parts are dealt out.
                 mine = range(group.rank, commit.world_size, group.world_size)
-                copied.append(sum(_copy_part(source, target, commit, rank, pace) for rank in mine))
+                copied.append(sum(_copy_part(source, target, commit, rank, lane, origins) for rank in mine))
         except (CheckpointError, OSError, MemoryError) as error:
             return msgspec.json.encode(_judge(error))
         return msgspec.json.encode(Promotion())
@@ -112,6 +124,8 @@ def promote(
             spread_record(target, group, ref)
     except CheckpointError as error:  # alike on all ranks: the coordinator's own, or a peer that is lost
         return _judge(error)
+    if not verdict.problem and origins:
+        lane.origins = origins
     return msgspec.structs.replace(verdict, copied_bytes=sum(copied))
 
 
@@ -205,7 +219,10 @@ def _decode_commit(data: bytes, ref: StepRef, run_id: str) -> CommitRecord:
     return check_commit(record, where=key)
 
 
-def _copy_part(source: Store, target: Store, commit: CommitRecord, rank: int, pace: Pace) -> int:
+def _copy_part(
+    source: Store, target: Store, commit: CommitRecord, rank: int, lane: Lane, origins: dict[str, Origin]
+) -> int:
+    """Copy a part, return the bytes that went; `origins` takes its shards, as they are in the target then."""
     ref = commit.ref
     key = ref.key(format_part(rank))
     with contextlib.suppress(NotFound):
@@ -214,12 +231,14 @@ def _copy_part(source: Store, target: Store, commit: CommitRecord, rank: int, pa
             return 0  # written last, so all of the part is there
         target.delete([key])
     part = PartReader(source, commit, rank)
-    names = [shard.name for shard in part.record.shards]
+    shards = part.record.shards
     # What an interrupted copy left may be half a file under its final name.
-    target.delete([ref.key(name) for name in names])
-    writers = {at: target.writer(ref.key(name), part.record.shards[at].size_bytes) for at, name in enumerate(names)}
+    target.delete([ref.key(shard.name) for shard in shards])
+    own = describe_part(part)
+    to_copy = {at: shard for at, shard in enumerate(shards) if not _clone(target, own[shard.name], lane)}
+    writers = {at: target.writer(ref.key(shard.name), shard.size_bytes) for at, shard in to_copy.items()}
     try:
-        _copy_shards(part, writers, pace)
+        _copy_shards(part, writers, lane.pace)
     except BaseException:
         for writer in writers.values():
             writer.abort()
@@ -227,7 +246,16 @@ def _copy_part(source: Store, target: Store, commit: CommitRecord, rank: int, pa
     _copy_object(source, target, ref.key(format_digests(rank)))
     # ORDER: the part record after all that it names.
     _copy_object(source, target, key)
-    return sum(shard.size_bytes for shard in part.record.shards)
+    origins.update(own)
+    return sum(shard.size_bytes for shard in to_copy.values())
+
+
+def _clone(target: Store, wanted: Origin, lane: Lane) -> bool:
+    """Make a shard of the one of its name that the last copy left in the target, if that has the same bytes."""
+    there = lane.origins.get(wanted.key.rpartition("/")[2])
+    if there is None or (there.size_bytes, there.digests) != (wanted.size_bytes, wanted.digests):
+        return False
+    return clone_quietly(target, there.key, wanted.key) is None
 
 
 def _copy_shards(part: PartReader, writers: dict[int, ObjectWriter], pace: Pace) -> None:
@@ -248,7 +276,7 @@ def _copy_shards(part: PartReader, writers: dict[int, ObjectWriter], pace: Pace)
             writers[shard].finish()
 
     tasks: Iterable[tuple[int, int]] = [
-        (at, begin) for at, size in enumerate(sizes) for begin in range(0, size, BLOCK_BYTES)
+        (at, begin) for at in sorted(writers) for begin in range(0, sizes[at], BLOCK_BYTES)
     ]
     run_blocks(tasks, copy, thread_count=knobs.get_int("IO_THREADS"))
 

@@ -8,6 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 from shardkeep import knobs
 from shardkeep.engine.blocks import run_blocks
@@ -154,10 +155,11 @@ def read_copies(wanted: Iterable[tuple[PartReader, int, Sequence[Copy]]], spent:
     for reader, shard, copies in wanted:
         ordered = sorted(copies, key=lambda copy: copy.segment.source)
         begins = [copy.segment.source for copy in ordered]
-        longest = max((copy.segment.length for copy in ordered), default=0)
+        # How far the copies up to each one reach: ascending, also where copies overlap.
+        reach = list(accumulate((copy.segment.source + copy.segment.length for copy in ordered), max))
         size = reader.record.shards[shard].size_bytes
         for begin, end in plan_ranges([copy.segment for copy in ordered], size, LEAF_BYTES, BLOCK_BYTES):
-            low, high = bisect_left(begins, begin - longest), bisect_right(begins, end - 1)
+            low, high = bisect_right(reach, begin), bisect_left(begins, end)
             tasks.append(_Range(reader, shard, begin, end, ordered[low:high]))
     times = spent or PhaseTimes()
     run_blocks(tasks, lambda task, block: _read_range(task, block, times), thread_count=knobs.get_int("IO_THREADS"))

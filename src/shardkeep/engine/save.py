@@ -17,22 +17,22 @@ from msgspec import Struct
 
 from shardkeep.engine.arena import Arena
 from shardkeep.engine.attempt import choose_attempt
-from shardkeep.engine.contents import make_commit, make_facts, make_index
+from shardkeep.engine.contents import count_unchanged, make_commit, make_facts, make_index, make_receipt
 from shardkeep.engine.flight import Flight, forget_frames
 from shardkeep.engine.phases import PhaseTimes
 from shardkeep.engine.planning import Agreed, PlanCache, agree_plan
 from shardkeep.engine.promote import may_pass_over
 from shardkeep.engine.run import WRITER
+from shardkeep.engine.space import check_space
 from shardkeep.engine.staging import StagedState, place_images
-from shardkeep.engine.writer import ShardFile, remove_quietly, write_part
+from shardkeep.engine.unchanged import Unchanged
+from shardkeep.engine.writer import ShardFile, own_names, remove_quietly, write_part
 from shardkeep.errors import BarrierTimeout, CheckpointError, PeerFailure
 from shardkeep.format.names import (
     COMMIT_RECORD,
     HF_INDEX,
     StepRef,
     check_step,
-    format_digests,
-    format_part,
 )
 from shardkeep.format.records import (
     Facts,
@@ -72,12 +72,14 @@ class Committed(Struct, frozen=True, kw_only=True):
     """What a save made, as every rank learns it: a few bytes, whatever the model and the number of ranks.
 
     Attributes:
+        unchanged_bytes: of `shard_bytes`, what a store cloned from an earlier checkpoint instead of being sent it.
         place: which of the stores that the save was given took it.
         seconds: this rank's time by phase; `copy`, `digest`, `write` and `sync` are added up over its threads.
     """
 
     ref: StepRef
     shard_bytes: int
+    unchanged_bytes: int = 0
     place: int = 0
     seconds: Mapping[str, float] = msgspec.field(default_factory=dict)
 
@@ -106,11 +108,11 @@ class Saver:
         *,
         run_id: str,
         generation: int,
-        start: int = 0,
+        parent: StepRef | None = None,
         prepare: Callable[[Store], None] = lambda store: None,
         passed_over: Callable[[Store, CheckpointError], None] = lambda store, error: None,
     ) -> None:
-        """Take the run, this start's generation, and the step that it resumed from.
+        """Take the run, this start's generation, and the checkpoint that it resumed from.
 
         `prepare` is called before anything is written to a store; `passed_over` is told of each one that did not take
         a save which another one is tried for.
@@ -120,7 +122,8 @@ class Saver:
         self._group = group
         self._run_id = run_id
         self._generation = generation
-        self._newest = start
+        self._newest = parent.step if parent is not None else 0
+        self._unchanged = Unchanged(run_id, group.rank, parent)
         self._cache = PlanCache()
         self._shards: tuple[object, list[ShardPlan]] | None = None
         self._index: tuple[object, bytes | None] | None = None
@@ -256,8 +259,6 @@ class Saver:
         def get_again() -> list[ShardFile]:
             if not files:
                 files.extend(get_files())
-            for file in files:
-                file.rewind()
             return files
 
         places = list(enumerate(stores or [self._store]))
@@ -291,6 +292,8 @@ class Saver:
             nonlocal facts, files, wrote
             files = get_files()
             self._prepare(store)
+            self._unchanged.take_over(store, ref, files, spent)
+            check_space(store, ref, files)
             if self._group.rank == 0:
                 facts = make_facts(
                     agreed,
@@ -304,7 +307,7 @@ class Saver:
                 part = self._make_part(ref, agreed, options, facts)
                 summary = write_part(store, part, files, spent, confirm)
             wrote = True
-            return msgspec.json.encode(summary)
+            return make_receipt(summary, files)
 
         try:
             with spent.phase("total"):
@@ -320,6 +323,7 @@ class Saver:
                 remove_quietly(store, ref, [*names, *beside])
             raise
         self._newest = ref.step
+        self._unchanged.remember(store, ref, files)
         committed = msgspec.json.decode(verdict, type=Committed)
         return msgspec.structs.replace(committed, place=place, seconds=spent.seconds)
 
@@ -377,7 +381,8 @@ class Saver:
         # ORDER: every part is durable before this write. CRASH: before it, the next start may write the same record.
         store.put(ref.key(COMMIT_RECORD), encode_record(record, writer=WRITER), if_absent=True)
         # Not the record itself: as large as the model's table, it would pass through one store once for each rank.
-        return msgspec.json.encode(Committed(ref=ref, shard_bytes=sum(part.shard_bytes for part in record.parts)))
+        total_bytes, unchanged_bytes = sum(part.shard_bytes for part in record.parts), count_unchanged(found)
+        return msgspec.json.encode(Committed(ref=ref, shard_bytes=total_bytes, unchanged_bytes=unchanged_bytes))
 
 
 def _cannot_commit(error: BaseException) -> bool:
@@ -392,8 +397,3 @@ def _cannot_commit(error: BaseException) -> bool:
         and bool(error.exit_codes)
         and 0 not in error.exit_codes
     )
-
-
-def own_names(rank: int, shards: list[str]) -> list[str]:
-    """Return a rank's files in a step's folder, in the order in which they are removed: the part first."""
-    return [format_part(rank), format_digests(rank), *shards]

@@ -40,7 +40,7 @@ from shardkeep.format.names import (
     format_part,
 )
 from shardkeep.ranks.base import Group
-from shardkeep.storage.base import CachingStore, Capabilities, ObjectInfo, ObjectWriter, Store
+from shardkeep.storage.base import CachingStore, Capabilities, MeasuredStore, ObjectInfo, ObjectWriter, Store
 
 _RECORD_LIMIT_BYTES: Final = 1 << 20
 
@@ -124,6 +124,9 @@ class TieredStore:
     def writer(self, key: str, size_bytes: int) -> ObjectWriter:
         return self.root.writer(key, size_bytes)
 
+    def clone(self, source: str, target: str) -> None:
+        self.root.clone(source, target)
+
     def delete(self, keys: Iterable[str]) -> None:
         self.root.delete(keys)
 
@@ -155,6 +158,10 @@ class TieredStore:
         ref = find_ref(key)
         first = self._sources(ref)[0] if ref is not None else self.root
         return isinstance(first, CachingStore) and first.read_cached_into(key, offset, buffers)
+
+    def find_free_bytes(self) -> int | None:
+        """Return what the root has left, where every write of this store goes."""
+        return self.root.find_free_bytes() if isinstance(self.root, MeasuredStore) else None
 
     def head(self, key: str) -> ObjectInfo:
         """Return an object's size, from the fastest place that has it."""

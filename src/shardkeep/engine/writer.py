@@ -62,6 +62,7 @@ class ShardFile:
         sources: where each item's bytes come from, in the order of the items.
         memory: the file's image, once it is staged; None: blocks are filled from the sources.
         gives_way: says whether other reads and writes of this host come first, asked before each block.
+        is_cloned: the store has made the file from one of the same bytes (`engine.unchanged`): not to be written.
     """
 
     def __init__(self, plan: ShardPlan, tensors: Mapping[str, LocalTensor]) -> None:
@@ -69,14 +70,11 @@ class ShardFile:
         self.sources = [find_source(tensors[item.outgoing.key], item.outgoing.chunk) for item in plan.items]
         self.memory: memoryview | None = None
         self.gives_way: Callable[[], bool] | None = None
+        self.is_cloned = False
         self.digests = bytearray(leaf_count(plan.size_bytes) * DIGEST_BYTES)
         self._begins = [item.begin for item in plan.items]
         self._lock = threading.Lock()
         self._writer: ObjectWriter | None = None
-
-    def rewind(self) -> None:
-        """Begin anew in another store: this rank may have finished where another one failed."""
-        self._writer = None
 
     def write_block(self, store: Store, key: str, offset: int, block: memoryview, spent: PhaseTimes) -> None:
         """Write the block at `offset`, through `block` where the file has no image."""
@@ -84,6 +82,17 @@ class ShardFile:
             if self._writer is None:
                 self._writer = store.writer(key, self.plan.size_bytes)
             writer = self._writer
+        data, _, _ = self.take_block(offset, block, spent)
+        if self.gives_way is not None:
+            set_io_priority(idle=self.gives_way())
+        with spent.phase("write"):
+            writer.write_at(offset, data)
+
+    def take_block(self, offset: int, block: memoryview, spent: PhaseTimes) -> tuple[memoryview, int, bytes]:
+        """Return the bytes of the block at `offset`, where its digests begin in the file's, and these.
+
+        The bytes lie in `block` where the file has no image. The digests are kept.
+        """
         end = min(offset + BLOCK_BYTES, self.plan.size_bytes)
         if self.memory is not None:
             data = self.memory[offset:end]
@@ -95,16 +104,14 @@ class ShardFile:
             found = digest_leaves(data)
         at = offset // LEAF_BYTES * DIGEST_BYTES
         self.digests[at : at + len(found)] = found
-        if self.gives_way is not None:
-            set_io_priority(idle=self.gives_way())
-        with spent.phase("write"):
-            writer.write_at(offset, data)
+        return data, at, found
 
     def finish(self, spent: PhaseTimes) -> None:
         """Make the file durable, once every block is written."""
         assert self._writer is not None
         with spent.phase("sync"):
             self._writer.finish()
+        self._writer = None  # a peer may fail yet, and the file go to another place
 
     def _fill(self, offset: int, data: memoryview) -> None:
         """Make `data` the file's bytes from `offset` on."""
@@ -140,6 +147,8 @@ def write_part(
 ) -> PartSummary:
     """Write this rank's shards, digests and part record; all durable on return, in this order.
 
+    Shards that are cloned are there already.
+
     Args:
         record: everything but what follows from `files` (shards, tensors, digests).
         spent: takes the seconds of each phase, added up over the threads.
@@ -151,15 +160,15 @@ def write_part(
     """
     ref = record.ref
     plans = [file.plan for file in files]
-    names = [plan.name for plan in plans] + [format_digests(record.rank), format_part(record.rank)]
+    to_write = [file for file in files if not file.is_cloned]
     try:
         run_blocks(
-            [(file, offset) for file in files for offset in range(0, file.plan.size_bytes, BLOCK_BYTES)],
+            [(file, offset) for file in to_write for offset in range(0, file.plan.size_bytes, BLOCK_BYTES)],
             lambda task, block: task[0].write_block(store, ref.key(task[0].plan.name), task[1], block, spent),
             thread_count=knobs.get_int("IO_THREADS"),
         )
         # All at the end: a flush in the middle makes the device stop the writes of the next file.
-        run_parallel(files, lambda file: file.finish(spent), thread_count=len(files), name="shardkeep-sync")
+        run_parallel(to_write, lambda file: file.finish(spent), thread_count=len(to_write), name="shardkeep-sync")
         with spent.phase("records"):
             digests = b"".join(bytes(file.digests) for file in files)
             store.put(ref.key(format_digests(record.rank)), digests)
@@ -169,7 +178,7 @@ def write_part(
     except BaseException:
         for file in files:
             file.abort()
-        remove_quietly(store, ref, names[::-1])
+        remove_quietly(store, ref, own_names(record.rank, [plan.name for plan in plans]))
         raise
 
 
@@ -203,6 +212,11 @@ def summarize_part(part: PartRecord, data: bytes) -> PartSummary:
         shard_bytes=sum(shard.size_bytes for shard in part.shards),
         shard_count=len(part.shards),
     )
+
+
+def own_names(rank: int, shards: list[str]) -> list[str]:
+    """Return a rank's files in a step's folder, in the order in which they are removed: the part first."""
+    return [format_part(rank), format_digests(rank), *shards]
 
 
 def remove_quietly(store: Store, ref: StepRef, names: Sequence[str]) -> None:

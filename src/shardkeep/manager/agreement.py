@@ -32,12 +32,13 @@ _ADVICE: Final = "look at the logs of these ranks: their process or node died, o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Something that a rank wants done. `deadline_s` is by this process's monotonic clock."""
+    """Something that a rank wants done. `deadline_s` is by this process's monotonic clock; `place` as in `Wish`."""
 
     kind: Kind
     rank: int
     reason: str
     deadline_s: float | None = None
+    place: int | None = None
 
     @property
     def left_s(self) -> float | None:
@@ -225,7 +226,8 @@ class _Talk:
 
     def _settle(self, number: int) -> None:
         wishes = tuple(
-            Wish(kind=asked.kind, rank=asked.rank, reason=asked.reason, left_s=asked.left_s) for asked in self._wishes
+            Wish(kind=asked.kind, rank=asked.rank, reason=asked.reason, left_s=asked.left_s, place=asked.place)
+            for asked in self._wishes
         )
         # ORDER: hold before answering: the outcome lies beyond the ticks that are in the answers.
         answer = Answer(ticks_count=self.ticks.hold(), wishes=wishes)
@@ -289,4 +291,4 @@ class _Talk:
 
 def _asked_of(wish: Wish) -> Asked:
     deadline_s = None if wish.left_s is None else time.monotonic() + wish.left_s
-    return Asked(kind=wish.kind, rank=wish.rank, reason=wish.reason, deadline_s=deadline_s)
+    return Asked(kind=wish.kind, rank=wish.rank, reason=wish.reason, deadline_s=deadline_s, place=wish.place)

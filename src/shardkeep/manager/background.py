@@ -51,10 +51,17 @@ def check_options(
 def describe_commit(committed: Committed) -> Event:
     """Return the event of a committed checkpoint: its bytes, and where the coordinator's time went."""
     seconds = {f"{name}_s": round(value, 6) for name, value in committed.seconds.items()}
+    unchanged_bytes = committed.unchanged_bytes
+    more = f", {unchanged_bytes} of them unchanged and not written again" if unchanged_bytes else ""
     return Event(
         name="save.committed",
-        text=f"{committed.ref} is committed ({committed.shard_bytes} bytes)",
-        fields={"step": committed.ref.step, "total_bytes": committed.shard_bytes, **seconds},
+        text=f"{committed.ref} is committed ({committed.shard_bytes} bytes{more})",
+        fields={
+            "step": committed.ref.step,
+            "total_bytes": committed.shard_bytes,
+            "unchanged_bytes": unchanged_bytes,
+            **seconds,
+        },
     )
 
 

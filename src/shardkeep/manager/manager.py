@@ -90,7 +90,7 @@ class CheckpointManager(Preemptible):
         self._watch = find_watch()
         if self._watch is not None:
             self._events = WatchedSink(self._events, self._watch)
-        self._lookout = Lookout(preemption, self._every, self._events)
+        self._lookout = Lookout(preemption, self._every, self._events, tiers)
         place = RetryingStore(store if store is not None else open_store(root), events=self._events)
         self._places = Places(place, tiers, keep or Keep(), self._events)
         self._store = self._places.store
@@ -184,7 +184,7 @@ class CheckpointManager(Preemptible):
             self.group,
             run_id=claim.run_id,
             generation=claim.generation,
-            start=start,
+            parent=claim.parent,
             prepare=self._places.prepare,
             passed_over=self._places.passed_over,
         )
@@ -223,7 +223,7 @@ class CheckpointManager(Preemptible):
         """
         check_process(self._pid)
         self._step = step
-        due = self._places.find_due(step, root=self._lookout.is_due(self.group, step))
+        due = self._places.find_due(step, root=self._lookout.is_due(self.group, step), clocked=self._lookout.clocked)
         numbers = {name: as_number(name, value) for name, value in metrics.items()} if due else {}
         if self._proof is not None:
             self._proof.take(step, state, metrics, extra=numbers)

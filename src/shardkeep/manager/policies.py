@@ -33,7 +33,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Minutes:
-    """Save when `count` minutes, or a fraction, have passed since the last such save.
+    """Save when `count` minutes, or a fraction, have passed since the last such save to the place in question.
 
     Rank 0's clock decides, and all ranks save at the same step, the first or second one after that.
     """
@@ -64,7 +64,7 @@ class Tier:
     Attributes:
         url: a folder (`/dev/shm/run` is host memory), an object store's URL or a `Store`, with nothing of another run
             in it.
-        every: at which steps a checkpoint goes there; an int stands for `Steps`.
+        every: at which steps a checkpoint goes there; an int stands for `Steps`, `Minutes` goes by the clock.
         keep: which ones stay there; an int keeps the newest so many. A checkpoint that is still to be copied to a
             slower place stays in any case.
         scope: `"node"`: each node has its own (host memory, a local disk); it goes with its node. `"shared"`: all
@@ -73,15 +73,18 @@ class Tier:
     """
 
     url: str | os.PathLike[str] | Store
-    every: Steps | int
+    every: Steps | Minutes | int
     keep: Keep | int = 1
     scope: Literal["node", "shared"] = "node"
     rate_mib_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.every, Steps | int):
-            raise UsageError(f"Tier({self.url!r}, every={self.every!r}): expected a number of steps")
-        Steps(self.steps.count)
+        if not isinstance(self.every, Steps | Minutes | int):
+            raise UsageError(
+                f"Tier({self.url!r}, every={self.every!r}): expected a number of steps or Minutes(...)",
+                advice="every=10 saves every ten steps, every=shardkeep.Minutes(1) every minute",
+            )
+        _ = self.rule  # refuses a count that is none
         if not isinstance(self.keep, Keep) and (isinstance(self.keep, bool) or self.keep < 1):
             raise UsageError(f"Tier({self.url!r}, keep={self.keep!r}): expected a count of 1 or more, or Keep(...)")
         if self.scope not in ("node", "shared"):
@@ -90,8 +93,8 @@ class Tier:
             raise UsageError(f"Tier({self.url!r}, rate_mib_s={self.rate_mib_s!r}): expected a positive number")
 
     @property
-    def steps(self) -> Steps:
-        return self.every if isinstance(self.every, Steps) else Steps(self.every)
+    def rule(self) -> Steps | Minutes:
+        return self.every if isinstance(self.every, Steps | Minutes) else Steps(self.every)
 
     @property
     def retention(self) -> Keep:

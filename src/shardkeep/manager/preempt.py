@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
@@ -16,7 +16,8 @@ from shardkeep.errors import UsageError
 from shardkeep.events import Event, EventSink
 from shardkeep.knobs import read_local_rank
 from shardkeep.manager.agreement import Agreement, Asked
-from shardkeep.manager.policies import Minutes, Steps
+from shardkeep.manager.clocks import Clocks
+from shardkeep.manager.policies import Minutes, Steps, Tier
 from shardkeep.manager.signals import SignalHandlers, check_signals
 from shardkeep.ranks.base import Group
 from shardkeep.ranks.notice import Kind, open_board
@@ -67,9 +68,18 @@ class Lookout:
 
     Nothing happens before the first call that needs it: a manager that is only asked for its checkpoints handles no
     signals.
+
+    Attributes:
+        clocked: tiers that take the step last asked about by the clock, by number; the same on all ranks.
     """
 
-    def __init__(self, preemption: Preemption | None, every: Steps | Minutes | None, events: EventSink) -> None:
+    def __init__(
+        self,
+        preemption: Preemption | None,
+        every: Steps | Minutes | None,
+        events: EventSink,
+        tiers: Sequence[Tier] = (),
+    ) -> None:
         if preemption is not None and not isinstance(preemption, Preemption):
             raise UsageError(
                 f"preemption={preemption!r}: expected shardkeep.Preemption(...), or None to leave signals alone",
@@ -77,7 +87,9 @@ class Lookout:
             )
         self._options = preemption
         self._every = every
-        self._interval_s = every.seconds if isinstance(every, Minutes) else None
+        self._root = len(tiers)
+        rules = enumerate([*(tier.rule for tier in tiers), every])
+        self._clocks = Clocks({number: rule for number, rule in rules if isinstance(rule, Minutes)})
         self._events = events
         self._group: Group | None = None
         self._pid = os.getpid()
@@ -86,11 +98,10 @@ class Lookout:
         self._watchers: list[Watcher] = []
         self._stop: Asked | None = None
         self._told = False
-        self._save_due = False
+        self._due: set[int] = set()
+        self.clocked: frozenset[int] = frozenset()
         self._saved = False
         self._begun: int | None = None
-        self._counted_from_s = 0.0
-        self._asked_at_s: float | None = None
 
     @property
     def must_save(self) -> bool:
@@ -108,7 +119,7 @@ class Lookout:
 
     def begin(self, group: Group) -> None:
         """Start to look out, once. All ranks call it, in the same order as their other calls; none is waited for."""
-        if self._group is not None or (self._options is None and self._interval_s is None):
+        if self._group is not None or (self._options is None and not self._clocks):
             return
         self._group = group
         board = open_board(group)
@@ -117,7 +128,7 @@ class Lookout:
             self._say("preempt.off", text, level="warning")
             return
         self._agreement = Agreement(board, on_asked=self._report_asked, events=self._events)
-        self._counted_from_s = time.monotonic()
+        self._clocks.start()
         if self._options is not None:
             self._handle_signals(self._options)
             self._watch(self._options)
@@ -145,13 +156,14 @@ class Lookout:
         return self._stop is not None
 
     def is_due(self, group: Group, step: int) -> bool:
-        """Pass a tick at the end of a step; return whether to save there, by the policy or by a request."""
+        """Pass a tick at the end of a step; return whether the root gets it, by the policy or by a request."""
         self.tick(group)
         if self._stop is not None and not self._told:
             self._told = True
             self._report_agreed(self._stop, step)
-        save_due, self._save_due = self._save_due, False
-        return save_due or self.must_save or (self._every is not None and self._every.is_due(step))
+        due, self._due = self._due, set()
+        self.clocked = frozenset(due - {self._root})
+        return self._root in due or self.must_save or (self._every is not None and self._every.is_due(step))
 
     def save(self, step: int, save: Callable[[], bool], wait: Callable[[], bool]) -> bool:
         """Save by `save`; when the run is to stop, also `wait` until it is durable. Return whether all went well.
@@ -193,15 +205,11 @@ class Lookout:
             self._agreement.close()
 
     def _ask_by_clock(self) -> None:
-        if self._interval_s is None or self._rank != 0 or self._stop is not None:
+        if not self._clocks or self._rank != 0 or self._stop is not None:
             return
-        now_s = time.monotonic()
-        if now_s - self._counted_from_s < self._interval_s:
-            return
-        # Asked again only when the request before came to nothing.
-        if self._asked_at_s is None or now_s - self._asked_at_s > max(60.0, self._interval_s):
-            self._asked_at_s = now_s
-            self._ask("save", "the clock")
+        place = self._clocks.find_due()
+        if place is not None:
+            self._ask("save", "the clock", place=place)
 
     def _note_signal(self, name: str) -> None:
         """Called in a signal handler."""
@@ -212,19 +220,22 @@ class Lookout:
         """Called by the threads of watchers."""
         self._ask(notice.kind, notice.reason, None if notice.left_s is None else time.monotonic() + notice.left_s)
 
-    def _ask(self, kind: Kind, reason: str, deadline_s: float | None = None) -> None:
+    def _ask(self, kind: Kind, reason: str, deadline_s: float | None = None, place: int | None = None) -> None:
         if self._agreement is not None:
-            self._agreement.ask(Asked(kind=kind, rank=self._rank, reason=reason, deadline_s=deadline_s))
+            asked = Asked(kind=kind, rank=self._rank, reason=reason, deadline_s=deadline_s, place=place)
+            self._agreement.ask(asked)
 
     def _take_effect(self, asked: Asked) -> None:
-        if asked.kind == "save":
-            self._save_due = True
-            self._counted_from_s, self._asked_at_s = time.monotonic(), None
+        if asked.kind == "save" and asked.place is not None:
+            self._due |= self._clocks.take(asked.place)
+        elif asked.kind == "save":
+            self._due.add(self._root)
+            self._clocks.restart(self._root)
         elif self._stop is None or (not self._told and _is_sooner(asked, self._stop)):
             self._stop = asked
 
     def _report_asked(self, asked: Asked) -> None:
-        if asked.kind == "save" and asked.reason == "the clock":
+        if asked.place is not None:
             return
         what = "to stop" if asked.kind == "stop" else "for a save"
         text = f"{asked.reason} on rank {asked.rank} asks {what}{_format_left(asked.left_s)}"

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from shardkeep.engine.promote import Pace, is_storage_failure, promote, spread_record
+from shardkeep.engine.promote import Lane, Pace, is_storage_failure, promote, spread_record
 from shardkeep.engine.run import RunView, scan_run
 from shardkeep.engine.tiers import Place, TieredStore, is_committed, mirror_claims, take_inventory
 from shardkeep.errors import CheckpointError, Corrupt, PeerFailure, StorageError, UsageError
@@ -66,6 +66,7 @@ class Places:
 
     def __init__(self, root: Store, tiers: Sequence[Tier], keep: Keep, events: EventSink) -> None:
         self._tiers = tuple(tiers)
+        self._by_clock = frozenset(n for n, tier in enumerate(tiers) if isinstance(tier.rule, Minutes))
         self._keep = keep
         self._events = events
         self._tiered = _open_tiers(tiers, root, events) if tiers else None
@@ -73,7 +74,7 @@ class Places:
         self.store: Store = self._tiered or root
         self._retentions: list[Retention] = []
         self._mirrored: set[int] = set()
-        self._paces = [Pace(t.rate_mib_s * _MIB if t.rate_mib_s else None) for t in tiers] + [Pace(None)]
+        self._lanes = [Lane(Pace(t.rate_mib_s * _MIB if t.rate_mib_s else None)) for t in tiers] + [Lane(Pace(None))]
         self._queue: SimpleQueue[_Landing | None] = SimpleQueue()
         self._behind: list[tuple[StepRef, int]] = []
         self._thread: threading.Thread | None = None
@@ -151,7 +152,10 @@ class Places:
             if not found or is_committed(self._root, ref):
                 found.add(self.root)
         for ref, found in places.items():
-            due = self.find_due(ref.step, root=ref == claim.parent or (every is not None and every.is_due(ref.step)))
+            last = ref == claim.parent
+            root = last or (every is not None and every.is_due(ref.step))
+            # What the clock said of the older ones is past.
+            due = self.find_due(ref.step, root=root, clocked=self._by_clock if last else frozenset())
             slower = [n for n in due if n > min(found) and n not in found]
             wanted = tuple(n for n in slower if self._would_stay(n, ref, view, places, claim.parent))
             if wanted:
@@ -205,9 +209,10 @@ class Places:
             raise StorageError(error.message, retryable=False) from error
         self._mirrored.add(number)
 
-    def find_due(self, step: int, *, root: bool) -> tuple[int, ...]:
-        """Return the places that a step goes to, the fastest first."""
-        due = [n for n, tier in enumerate(self._tiers) if tier.steps.is_due(step) and self._is_open(n)]
+    def find_due(self, step: int, *, root: bool, clocked: frozenset[int] = frozenset()) -> tuple[int, ...]:
+        """Return the places that a step goes to, the fastest first; `clocked`: tiers whose time has come."""
+        wanted = [n for n, tier in enumerate(self._tiers) if tier.rule.is_due(step) or n in clocked]
+        due = [n for n in wanted if self._is_open(n)]
         return (*due, self.root) if root else tuple(due)
 
     def find_lasting(self) -> tuple[int, ...]:
@@ -328,9 +333,9 @@ class Places:
         """Copy a checkpoint to a place; return whether that is done with, well or for good: alike on all ranks."""
         assert self._channel is not None
         assert self._tiered is not None
-        store, pace = self.get_store(number), self._paces[number]
+        store, lane = self.get_store(number), self._lanes[number]
         ready, begin_s = partial(self.prepare, store), time.monotonic()
-        done = promote(self._tiered, store, self._channel, ref, run_id=self._run_id, pace=pace, prepare=ready)
+        done = promote(self._tiered, store, self._channel, ref, run_id=self._run_id, lane=lane, prepare=ready)
         if done.problem:
             how = "is not copied there" if done.lasting else "could not be copied there yet"
             if self._rank == 0:

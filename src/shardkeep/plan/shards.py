@@ -17,7 +17,11 @@ from shardkeep.spec.dtypes import get_dtype
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """One piece that this rank writes: a chunk of `key`, or its own copy of a per-rank tensor."""
+    """One piece that this rank writes: a chunk of `key`, or its own copy of a per-rank tensor.
+
+    Attributes:
+        frozen: of a parameter that is not trained, so likely to be what it was in the checkpoint before.
+    """
 
     key: str
     section: str
@@ -25,6 +29,7 @@ class Outgoing:
     dtype: str
     chunk: Chunk
     per_rank: bool = False
+    frozen: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -42,13 +47,18 @@ class ShardItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """One file: its header (data starts right after it) and its items, ascending by place."""
+    """One file: its header (data starts right after it) and its items, ascending by place.
+
+    Attributes:
+        frozen: all its pieces are.
+    """
 
     name: str
     section: str
     header: bytes
     size_bytes: int
     items: tuple[ShardItem, ...]
+    frozen: bool
 
 
 def plan_all_outgoing(table: LayoutTable, *, sections: frozenset[str] | None = None) -> dict[int, list[Outgoing]]:
@@ -86,7 +96,8 @@ class OutgoingPlans:
 
 def _make_outgoing(key: str, record: TensorRecord, chunk: Chunk) -> Outgoing:
     name = format_piece(record.name, record.shape, chunk)
-    return Outgoing(key=key, section=record.section, name=name, dtype=record.dtype, chunk=chunk)
+    frozen = record.trainable is False
+    return Outgoing(key=key, section=record.section, name=name, dtype=record.dtype, chunk=chunk, frozen=frozen)
 
 
 def plan_own_outgoing(own: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Outgoing]:
@@ -100,14 +111,16 @@ def plan_own_outgoing(own: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Ou
 def plan_shards(outgoing: Iterable[Outgoing], rank: int, *, limit_bytes: int) -> list[ShardPlan]:
     """Group pieces into files of one section each, begun anew when the next piece would pass `limit_bytes`.
 
-    A piece larger than the limit gets a file of its own.
+    A piece larger than the limit gets a file of its own. Frozen pieces come last in a section, in files without any
+    other, so that these files stay the same from one checkpoint to the next.
     """
     sections: dict[str, list[list[Outgoing]]] = {}
     filled: dict[str, int] = {}
-    for piece in sorted(outgoing, key=lambda piece: (piece.section, piece.key, piece.chunk)):
+    for piece in sorted(outgoing, key=lambda piece: (piece.section, piece.frozen, piece.key, piece.chunk)):
         files = sections.setdefault(piece.section, [])
         size = filled.get(piece.section, 0)
-        if not files or (files[-1] and size + piece.size_bytes > limit_bytes):
+        is_full = bool(files) and size + piece.size_bytes > limit_bytes
+        if not files or is_full or files[-1][0].frozen != piece.frozen:
             files.append([])
             size = 0
         files[-1].append(piece)
@@ -130,7 +143,10 @@ def _plan_file(name: str, section: str, pieces: list[Outgoing]) -> ShardPlan:
         )
         for tensor in header.tensors
     )
-    return ShardPlan(name=name, section=section, header=header.data, size_bytes=header.size_bytes, items=items)
+    frozen = pieces[0].frozen
+    return ShardPlan(
+        name=name, section=section, header=header.data, size_bytes=header.size_bytes, items=items, frozen=frozen
+    )
 
 
 def describe_shards(

@@ -39,12 +39,14 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         left_s: seconds until it is too late, at the moment this was sent; None: not known.
+        place: of a save by the clock, whose time has come (`manager.clocks`).
     """
 
     kind: Kind
     rank: int
     reason: str
     left_s: float | None = None
+    place: int | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """The `Store` protocol: bytes under string keys, and nothing that an object store lacks.
 
 Keys are relative, `/`-separated, made of the names in `format.names`; no `.`/`..` parts, never absolute. Calls are
-synchronous and may be made from several threads. There is no rename, append or link: what becomes visible
+synchronous and may be made from several threads. There is no rename or append: what becomes visible
 under a key is whole, except a `writer`'s object, which readers must reach through a commit record.
 
 Every exception that leaves a store is a `StorageError` (or `NotFound`); `retryable` says whether the same call
@@ -82,6 +82,16 @@ class Store(Protocol):
         The key must be free (AlreadyExists): an object is never changed in place.
         """
 
+    def clone(self, source: str, target: str) -> None:
+        """Make `target` an object of the bytes of `source`, a finished one; durable on return, visible all at once.
+
+        The bytes do not pass through this process, and the two may share their place on the medium. Either can be
+        deleted without the other.
+
+        Raises NotFound when there is no source, AlreadyExists when there is a target (its answer to an earlier try
+        may have been lost), StorageError when the store cannot do it.
+        """
+
     def get(self, key: str, *, limit_bytes: int) -> bytes:
         """Return a whole object. Raises NotFound; Corrupt when it is larger than the limit."""
 
@@ -99,6 +109,18 @@ class Store(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects, durable on return, in the order given; missing ones are no error."""
+
+
+@runtime_checkable
+class MeasuredStore(Protocol):
+    """A store that can tell how much room is left; an optional addition to `Store`."""
+
+    def find_free_bytes(self) -> int | None:
+        """Return how many bytes more this process could store here now, at most; None: not known.
+
+        Never raises. A bound from above: quotas, reserved room and other writers may leave less.
+        """
+        ...
 
 
 @runtime_checkable

@@ -42,6 +42,12 @@ class HttpStore(ObjectReader):
         check_key(key)
         raise self._refuse(key)
 
+    def clone(self, source: str, target: str) -> None:
+        """Raise Denied."""
+        check_key(source)
+        check_key(target)
+        raise self._refuse(target)
+
     def delete(self, keys: Iterable[str]) -> None:
         """Raise Denied."""
         for key in keys:

@@ -69,6 +69,15 @@ class MemoryStore:
             self._reserved_bytes += size_bytes
         return MemoryWriter(self, key, size_bytes)
 
+    def clone(self, source: str, target: str) -> None:
+        """Make a second object of the same bytes; see `Store.clone`. It counts in full."""
+        check_key(target)
+        data = self._find(source)
+        with self._lock:
+            self._check_free(target)
+            self._check_room(target, len(data))
+            self._objects[target] = data
+
     def get(self, key: str, *, limit_bytes: int) -> bytes:
         """Return a whole object. Raises NotFound; Corrupt when it is larger than the limit."""
         data = self._find(key)
@@ -140,7 +149,7 @@ class MemoryStore:
     def _check_free(self, key: str) -> None:
         if key in self._objects:
             raise AlreadyExists(
-                f"{self.url}/{key} exists; a writer never changes an object in place",
+                f"{self.url}/{key} exists; an object is never changed in place",
                 key=key,
                 advice="write under another key, or delete the object first",
             )

@@ -100,10 +100,18 @@ class ObjectClient:
                 attributes={NONCE: nonce},
             )
 
+    def copy(self, source: str, target: str) -> None:
+        """Copy an object within the service. Raises NotFound when there is no source; may replace a target."""
+        import obstore
+
+        with self._mapped("copy", source, missing_ok=True):
+            obstore.copy(self._handle, source, target)
+
     def find_upload(self, key: str) -> tuple[int, str | None]:
         """Return an object's size and the nonce of the writer that made it (None: not told). Raises NotFound.
 
-        Part of a writer's `finish`, which nobody repeats: repeated here, as uploads are.
+        Part of a writer's `finish`, which nobody repeats, and of copies, which are not to be made again: repeated
+        here, as uploads are.
         """
         import obstore
 
@@ -190,7 +198,7 @@ class ObjectClient:
     def refuse_existing(self, key: str) -> AlreadyExists:
         """Return the error for a writer whose key is taken."""
         return AlreadyExists(
-            f"{self.where(key)} exists; a writer never changes an object in place",
+            f"{self.where(key)} exists; an object is never changed in place",
             key=key,
             advice="write under another key, or delete the object first",
         )

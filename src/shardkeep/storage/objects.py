@@ -7,6 +7,7 @@ are never listed. Calls are not repeated here: `RetryingStore` does that.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Iterable
@@ -63,6 +64,33 @@ class ObjectStore(ObjectReader):
         except NotFound:
             return ObjectUpload(self._client, key, size_bytes)
         raise self._client.refuse_existing(key)
+
+    def clone(self, source: str, target: str) -> None:
+        """Let the service copy an object; see `Store.clone`. Services limit the size (S3: 5 GiB): StorageError."""
+        check_key(source)
+        check_key(target)
+        size_bytes = self._client.head(source)
+        # A condition on copies is beyond most services. One process alone makes this key, as it does a writer's.
+        with contextlib.suppress(NotFound):
+            self._client.head(target)
+            raise self._client.refuse_existing(target)
+        lost: StorageError | None = None
+        try:
+            self._client.copy(source, target)
+        except StorageError as error:
+            if not error.retryable:
+                raise
+            lost = error  # of the answer alone, maybe: what is there decides
+        try:
+            found, _ = self._client.find_upload(target)  # which waits out trouble
+        except NotFound as missing:
+            raise lost or missing from None
+        if found != size_bytes:  # Azure may answer before it has copied
+            raise StorageError(
+                f"{self._client.where(target)}: expected a copy of {size_bytes} bytes, found {found}",
+                retryable=False,
+                key=target,
+            )
 
     def list_objects(self, prefix: str) -> list[ObjectInfo]:
         """Return every object whose key starts with `prefix`, ascending by key."""

@@ -21,6 +21,7 @@ from shardkeep.storage.base import Capabilities, ObjectInfo
 from shardkeep.storage.keys import check_folder, check_key, check_prefix, is_part
 from shardkeep.storage.oserrors import map_os_error, mapped
 from shardkeep.storage.posix_writer import PosixWriter
+from shardkeep.storage.survey import find_free_bytes
 
 _T = TypeVar("_T")
 
@@ -88,11 +89,24 @@ class PosixStore:
                     ),
                 )
             except FileExistsError as error:
-                raise AlreadyExists(
-                    f"{self._path(key)} exists; a writer never changes an object in place",
-                    key=key,
-                    advice="write under another key, or delete the object first",
-                ) from error
+                raise self._refuse_existing(key) from error
+
+    def clone(self, source: str, target: str) -> None:
+        """Give an object a second name, a hard link: no more room, the same blocks; see `Store.clone`."""
+        folder, name = self._split(target)
+
+        with self._mapped("link", source, missing_ok=True), self._opened(source) as (source_fd, _, _):
+            there = source.rpartition("/")[2]
+
+            def link(folder_fd: int) -> None:
+                os.link(there, name, src_dir_fd=source_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
+                # ORDER: the entry is durable before anyone is told; the bytes are since they were finished.
+                durable.fsync_folder(folder_fd)
+
+            try:
+                self._in_made_folder(folder, link)
+            except FileExistsError as error:
+                raise self._refuse_existing(target) from error
 
     def get(self, key: str, *, limit_bytes: int) -> bytes:
         """Return a whole object. Raises NotFound; Corrupt when it is larger than the limit."""
@@ -135,6 +149,10 @@ class PosixStore:
                 return durable.read_scattered(fd, views, offset) == length
         except (OSError, NotFound):
             return False
+
+    def find_free_bytes(self) -> int | None:
+        """Return what the file system of the root has left; before the root is made, of the folder above it."""
+        return find_free_bytes(self._root)
 
     def head(self, key: str) -> ObjectInfo:
         """Return an object's size. Raises NotFound."""
@@ -258,6 +276,13 @@ class PosixStore:
                 yield
             except durable.FolderNotDurable as error:
                 raise map_os_error(error, f"{doing} durably", path, key=key, retryable=False) from error
+
+    def _refuse_existing(self, key: str) -> AlreadyExists:
+        return AlreadyExists(
+            f"{self._path(key)} exists; an object is never changed in place",
+            key=key,
+            advice="write under another key, or delete the object first",
+        )
 
     def _split(self, key: str) -> tuple[str, str]:
         check_key(key)

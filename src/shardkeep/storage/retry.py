@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 from shardkeep.errors import StorageError
 from shardkeep.events import Event, EventSink, LogSink
 from shardkeep.knobs import get_int, get_knob
-from shardkeep.storage.base import CachingStore, Capabilities, ObjectInfo, ObjectWriter, Store
+from shardkeep.storage.base import CachingStore, Capabilities, MeasuredStore, ObjectInfo, ObjectWriter, Store
 from shardkeep.storage.keys import check_key
 
 _T = TypeVar("_T")
@@ -30,7 +30,8 @@ class RetryingStore:
     (`capabilities.remote`) for RETRY_BUDGET_S, so that an outage of a minute is survived, with "full jitter": any
     pause up to the doubled one, so that a thousand ranks do not come back in step ("Exponential Backoff and Jitter",
     AWS Architecture Blog, 2015). NotFound, Corrupt, OutOfSpace, AlreadyExists and Denied pass at once. Repeating is
-    safe as every call has the same effect twice: `put(if_absent=True)` takes its own bytes for success.
+    safe as every call has the same effect twice: `put(if_absent=True)` takes its own bytes for success, and a `clone`
+    whose answer was lost ends in AlreadyExists.
 
     Args:
         inner: the store that does the work.
@@ -67,6 +68,9 @@ class RetryingStore:
         """Begin a large object; only the beginning is repeated, never a block or the finish."""
         return self._repeat("writer", key, lambda: self._inner.writer(key, size_bytes))
 
+    def clone(self, source: str, target: str) -> None:
+        self._repeat("clone", target, lambda: self._inner.clone(source, target))
+
     def get(self, key: str, *, limit_bytes: int) -> bytes:
         return self._repeat("get", key, lambda: self._inner.get(key, limit_bytes=limit_bytes))
 
@@ -75,6 +79,9 @@ class RetryingStore:
 
     def read_cached_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> bool:
         return isinstance(self._inner, CachingStore) and self._inner.read_cached_into(key, offset, buffers)
+
+    def find_free_bytes(self) -> int | None:
+        return self._inner.find_free_bytes() if isinstance(self._inner, MeasuredStore) else None
 
     def head(self, key: str) -> ObjectInfo:
         return self._repeat("head", key, lambda: self._inner.head(key))

@@ -25,6 +25,7 @@ Verb = Literal[
     "write_at",
     "finish",
     "abort",
+    "clone",
     "get",
     "read_into",
     "head",
@@ -130,6 +131,9 @@ class FaultStore:
         return self.run(
             "writer", key, lambda: _FaultWriter(self, self._inner.writer(key, size_bytes), key), length=size_bytes
         )
+
+    def clone(self, source: str, target: str) -> None:
+        self.run("clone", target, lambda: self._inner.clone(source, target))
 
     def get(self, key: str, *, limit_bytes: int) -> bytes:
         return self.run("get", key, lambda: self._inner.get(key, limit_bytes=limit_bytes), spoil=_flip_copy)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from shardkeep.errors import StorageError
+from shardkeep.errors import AlreadyExists, StorageError
 from shardkeep.storage.base import Capabilities, ObjectInfo, ObjectWriter
 from shardkeep.storage.keys import check_key
 from shardkeep.storage.memory import MemoryStore
@@ -65,6 +65,12 @@ class LossyStore:
             inner = self._durable.writer(key, size_bytes)
             self._unfinished[key] = bytearray(size_bytes)
             return _LossyWriter(self, inner, key)
+
+    def clone(self, source: str, target: str) -> None:
+        with self._powered(target):
+            if target in self._unfinished:
+                raise AlreadyExists(f"{target}: another writer is at it", key=target)
+            self._durable.clone(source, target)
 
     def get(self, key: str, *, limit_bytes: int) -> bytes:
         with self._powered(key):

@@ -208,6 +208,8 @@ class StoreContract(WriterContract):
                 lambda key=key: store.put(key, b""),  # type: ignore[misc]
                 lambda key=key: store.put(key, b"", if_absent=True),  # type: ignore[misc]
                 lambda key=key: store.writer(key, 1),  # type: ignore[misc]
+                lambda key=key: store.clone(key, "a"),  # type: ignore[misc]
+                lambda key=key: store.clone("a", key),  # type: ignore[misc]
                 lambda key=key: store.get(key, limit_bytes=1),  # type: ignore[misc]
                 lambda key=key: store.read_into(key, 0, memoryview(bytearray(1))),  # type: ignore[misc]
                 lambda key=key: store.head(key),  # type: ignore[misc]

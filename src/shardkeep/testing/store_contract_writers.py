@@ -29,6 +29,53 @@ class WriterContract:
         """Return a store over the same objects that shares no memory with `store`, where there is such a thing."""
         return store
 
+    # --- clones
+
+    def test_a_clone_is_an_object_of_its_own_with_the_same_bytes(self) -> None:
+        store = self.make_store()
+        for size in SIZES:
+            data = make_bytes(size)
+            write_object(store, f"a/{size}", data)
+            store.clone(f"a/{size}", f"b/c/{size}")
+            store.clone(f"b/c/{size}", f"b/{size}")
+            for key in (f"b/c/{size}", f"b/{size}"):
+                assert self.reopen(store).get(key, limit_bytes=size) == data
+                assert store.head(key).size_bytes == size
+            store.delete([f"a/{size}"])
+            assert store.get(f"b/c/{size}", limit_bytes=size) == data
+            store.put(f"b/c/{size}", b"replaced")
+            assert store.get(f"b/{size}", limit_bytes=size) == data
+        assert [info.key for info in store.list_objects("a/")] == []
+
+    def test_a_clone_of_what_is_put_and_of_large_objects(self) -> None:
+        store = self.make_store()
+        store.put("a/small", b"put")
+        write_object(store, "a/big", make_bytes(BIG_BYTES))
+        for name in ("small", "big"):
+            store.clone(f"a/{name}", f"b/{name}")
+        assert store.get("b/small", limit_bytes=10) == b"put"
+        assert read_object(store, "b/big", 0, BIG_BYTES) == make_bytes(BIG_BYTES)
+
+    def test_a_clone_of_nothing_is_not_found_and_leaves_nothing(self) -> None:
+        store = self.make_store()
+        store.put("a/b", b"x")
+        for source in ("a/c", "c", "a", "a/b/c"):
+            with raises(NotFound) as caught:
+                store.clone(source, "d/e")
+            assert source in str(caught[0]), f"the message must name the object: {caught[0]}"
+        assert [info.key for info in store.list_objects("")] == ["a/b"]
+
+    def test_a_clone_never_changes_an_object(self) -> None:
+        store = self.make_store()
+        store.put("a/b", b"first")
+        store.put("a/c", b"second")
+        for _ in range(2):
+            with raises(AlreadyExists) as caught:
+                store.clone("a/b", "a/c")
+            assert "a/c" in str(caught[0])
+        assert store.get("a/c", limit_bytes=10) == b"second"
+        assert store.get("a/b", limit_bytes=10) == b"first"
+
     # --- writers
 
     def test_writer_of_every_size_gives_back_the_bytes(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from shardkeep import knobs
-from shardkeep.engine.promote import Pace, Promotion, may_pass_over, promote, spread_record
+from shardkeep.engine.promote import Lane, Pace, Promotion, may_pass_over, promote, spread_record
 from shardkeep.engine.run import list_step_folders, scan_run
 from shardkeep.engine.verify import verify_run
 from shardkeep.errors import CheckpointError, OutOfSpace, PeerFailure, StateChanged, StorageError
@@ -56,7 +56,7 @@ def make_run(world_size: int = 1) -> Run:
 
 
 def copy(run: Run, target: Store | None = None, *, source: Store | None = None, **options: Any) -> Promotion:
-    options = {"pace": Pace(None), "run_id": run.run_id, **options}
+    options = {"lane": Lane(Pace(None)), "run_id": run.run_id, **options}
     return promote(source or run.source, target or run.target, SingleGroup(), REF, **options)
 
 
@@ -201,8 +201,8 @@ def test_what_one_rank_meets_is_the_outcome_on_all(at: int, kind: Any, lasting: 
         faulty = [fault] if rank == at else []
         source = FaultStore(run.source, faulty if lasting else [])
         target = FaultStore(run.target, [] if lasting else faulty)
-        first = promote(source, target, group, REF, run_id=run.run_id, pace=Pace(None))
-        return [first, promote(run.source, run.target, group, REF, run_id=run.run_id, pace=Pace(None))]
+        first = promote(source, target, group, REF, run_id=run.run_id, lane=Lane(Pace(None)))
+        return [first, promote(run.source, run.target, group, REF, run_id=run.run_id, lane=Lane(Pace(None)))]
 
     found = on_ranks(2, body)
     assert all(first.problem and first.lasting == lasting for first, _ in found)

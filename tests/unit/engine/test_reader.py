@@ -97,6 +97,19 @@ class MappedBuffer(BufferBytes):
         return memoryview(self.data)[start:stop]
 
 
+def test_a_long_copy_around_short_ones_is_filled_in_every_block(saved: FakeRun) -> None:
+    reader = CheckpointReader(PosixStore(saved.root), read_commit(PosixStore(saved.root), next(iter(_refs(saved)))))
+    row_bytes = SHAPE[1] * 4
+    rows = [Chunk((at, 0), (1, SHAPE[1])) for at in (0, SHAPE[0] // 2, SHAPE[0] - 1)]
+    short = [BufferBytes(bytes(row_bytes)) for _ in rows]
+    long = BufferBytes(bytes(SHAPE[0] * row_bytes))
+    reader.read([(KEY, whole(SHAPE), long), *((KEY, row, data) for row, data in zip(rows, short, strict=True))])
+    expected = numpy.arange(SHAPE[0] * SHAPE[1], dtype=numpy.float32).reshape(SHAPE)
+    assert bytes(long.data) == expected.tobytes()
+    for row, data in zip(rows, short, strict=True):
+        assert bytes(data.data) == expected[row.offsets[0]].tobytes()
+
+
 @pytest.mark.parametrize("wrong_at", [None, 0, 20 << 20])
 def test_memory_is_read_in_place_and_verified_there(saved: FakeRun, wrong_at: int | None) -> None:
     memory = {key: bytearray(data) for key, data in shards(saved).items()}

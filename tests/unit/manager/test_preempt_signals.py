@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from shardkeep.errors import UsageError
 from shardkeep.events import Event
-from shardkeep.manager.policies import Minutes
+from shardkeep.manager.policies import Minutes, Tier
 from shardkeep.manager.preempt import Lookout, Preemption
 from shardkeep.manager.signals import SignalHandlers
 from shardkeep.ranks.single import SingleGroup
@@ -236,6 +237,27 @@ def test_minutes_are_due_by_the_clock() -> None:
     lookout.close()
     assert 2 <= len(due) <= 4
     assert min(after - before for before, after in itertools.pairwise(due)) >= 5
+
+
+def test_a_slower_clock_takes_the_faster_tiers_along_and_they_start_again() -> None:
+    tiers = [Tier("a", every=Minutes(0.1 / 60)), Tier("b", every=3), Tier("c", every=Minutes(100))]
+    lookout, group = Lookout(None, Minutes(0.35 / 60), Sink(), tiers), SingleGroup()
+    found: list[tuple[bool, frozenset[int]]] = []
+    times_s: list[float] = []
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < 0.9:
+        found.append((lookout.is_due(group, len(found) + 1), lookout.clocked))
+        times_s.append(time.monotonic())
+        time.sleep(0.01)
+    lookout.close()
+    by_tier = [(at_s, is_due) for at_s, (is_due, clocked) in zip(times_s, found, strict=True) if clocked]
+    assert len(by_tier) >= 3
+    # The root's time: the fast tier's comes with it, and then not again before its own interval is over.
+    assert {clocked for is_due, clocked in found if is_due} == {frozenset({0, 2})}
+    assert {clocked for is_due, clocked in found if clocked and not is_due} == {frozenset({0})}
+    assert any(is_due for _, is_due in by_tier)
+    gaps_s = [after - before for (before, _), (after, is_due) in itertools.pairwise(by_tier) if not is_due]
+    assert min(gaps_s) > 0.09
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,7 @@ def test_copies_keep_below_the_rate() -> None:
         manager.resume(state)
         began_s = time.monotonic()
         for step in (1, 2, 3):
+            state["big"].fill_(step)  # the same bytes again would not be copied
             manager.save(step, state)
         settle(manager)
         # What goes first waits for nothing.
@@ -381,9 +382,56 @@ def test_a_place_is_given_once(tmp_path: Path) -> None:
     for url in (tmp_path, f"{tmp_path}/", f"{tmp_path}/x/..", f"file://{tmp_path}"):
         with pytest.raises(UsageError, match="is given twice"):
             sk.CheckpointManager(tmp_path, tiers=[sk.Tier(url, every=1)], group=SingleGroup())
-    for options in ({"every": 0}, {"every": 1, "keep": 0}, {"every": 1, "scope": "x"}, {"every": 1, "rate_mib_s": 0}):
+    for options in (
+        {"every": 0},
+        {"every": None},
+        {"every": False},
+        {"every": 1, "keep": 0},
+        {"every": 1, "scope": "x"},
+        {"every": 1, "rate_mib_s": 0},
+    ):
         with pytest.raises(UsageError):
             sk.Tier(tmp_path, **options)  # type: ignore[arg-type]
+
+
+def test_a_tier_by_the_clock_takes_some_steps_and_the_root_its_own() -> None:
+    ram, root, sink = MemoryStore(name="ram"), MemoryStore(name="root"), Sink()
+    tiers = [sk.Tier(ram, every=sk.Minutes(0.05 / 60), keep=100)]
+    with manage(root, tiers, save_every=20, events=sink) as manager:
+        manager.resume(make_state(0))
+        began_s = time.monotonic()
+        for step in range(1, 41):
+            manager.after_step(step, make_state(step))
+            time.sleep(0.01)
+        took_s = time.monotonic() - began_s
+    assert steps_in(root) == [20, 40]
+    assert 3 <= len(steps_in(ram)) <= took_s / 0.05
+    check_whole(ram, root)
+
+
+def test_a_root_by_the_clock_gets_its_checkpoints_through_the_tier_by_the_clock() -> None:
+    ram, root, sink = MemoryStore(name="ram"), MemoryStore(name="root"), Sink()
+    tiers = [sk.Tier(ram, every=sk.Minutes(0.05 / 60), keep=100)]
+    with manage(root, tiers, save_every=sk.Minutes(0.2 / 60), events=sink) as manager:
+        manager.resume(make_state(0))
+        for step in range(1, 41):
+            manager.after_step(step, make_state(step))
+            time.sleep(0.01)
+    assert steps_in(root)
+    assert set(steps_in(root)) < set(steps_in(ram))
+    assert [event.fields["step"] for event in sink.named("tier.promoted")] == steps_in(root)
+
+
+def test_a_restart_brings_the_one_it_goes_on_from_and_no_older_one_to_a_tier_by_the_clock() -> None:
+    ram, disk, root = MemoryStore(name="ram"), MemoryStore(name="disk"), MemoryStore(name="root")
+    tiers = [tier(ram, keep=3), sk.Tier(disk, every=sk.Minutes(60), keep=5)]
+    run(root, tiers, 7, save_every=100)
+    assert (steps_in(ram), steps_in(disk), steps_in(root)) == ([5, 6, 7], [], [])
+    step, sink = run(root, tiers, 8, save_every=100)
+    assert step == 7
+    assert (steps_in(disk), steps_in(root)) == ([7], [7])
+    assert [event.fields["tier"] for event in sink.named("tier.promoted")] == [1, 2]
+    check_whole(disk, root)
 
 
 def test_going_back_over_tiers_and_what_was_left_behind_makes_room() -> None:

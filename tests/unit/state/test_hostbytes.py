@@ -257,3 +257,28 @@ def test_memory_stays_bounded() -> None:
     """safetensors/safetensors#458."""
     (grown,) = run_ranks(measure_peak, 1)
     assert max(grown.values()) < 16 << 20, grown
+
+
+def test_memory_in_place_is_the_tensors_own_and_keeps_it() -> None:
+    tensor = torch.arange(5000, dtype=torch.float32)[1000:]
+    memory = TensorBytes(tensor).find_memory(8, 12_008)
+    assert memory is not None
+    assert memory == bytes(tensor.untyped_storage())[4008:16_008]
+    memory[:4] = torch.tensor([-1.0]).numpy().tobytes()
+    assert tensor[:4].tolist() == [1000.0, 1001.0, -1.0, 1003.0]
+    expected = bytes(memory)
+    del tensor
+    others = [torch.full((5000,), 7.0) for _ in range(8)]  # would take the memory, were it free
+    assert bytes(memory) == expected
+    assert others[0][0] == 7.0
+
+
+def test_memory_in_place_is_only_of_plain_tensors_and_within_them() -> None:
+    tensor = torch.zeros(4, 4)
+    found = TensorBytes(tensor).find_memory(64, 64)
+    assert found is not None
+    assert found.nbytes == 0
+    assert TensorBytes(tensor).find_memory(0, 65) is None
+    assert TensorBytes(tensor.t()[1:]).find_memory(0, 4) is None
+    assert TensorBytes(torch.zeros(4, dtype=torch.complex64).conj()).find_memory(0, 4) is None
+    assert TensorBytes(torch.zeros(4, device="meta")).find_memory(0, 4) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,19 @@ class Shardkeep(Contender):
         with sk.open(folder) as checkpoint:
             stored = checkpoint[name]
             stored.tensor() if rows is None else stored[:rows]
+
+    def save_in_tier(self, state: State, folder: Path, tier: Path) -> None:
+        """Save step 1 into a tier, and nowhere else."""
+        with sk.CheckpointManager(folder, tiers=[sk.Tier(tier, every=1)]) as manager:
+            manager.resume(state.ours, fresh=True)
+            manager.save(1, state.ours)
+
+    def restart(self, state: State, folder: Path, tier: Path) -> float:
+        """Resume what the tier holds, as a new start does; return the seconds until training could go on."""
+        begin = time.monotonic()
+        with sk.CheckpointManager(folder, tiers=[sk.Tier(tier, every=1)]) as manager:
+            manager.resume(state.ours)
+            return time.monotonic() - begin
 
     def prepare_async(self, state: State, folder: Path) -> None:
         options: dict[str, Any] = {"mode": self._mode}
