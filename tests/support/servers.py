@@ -115,7 +115,8 @@ def run_seaweed(folder: Path) -> Iterator[Server]:
     data = folder / "data"
     data.mkdir()
     command = [
-        program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={data}", "-s3", f"-s3.config={config}",
+        program, "-logtostderr=true", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={data}",
+        "-s3", f"-s3.config={config}",
         "-s3.port.lance=0", "-s3.port.iceberg=0", "-s3.iam=false", "-master.telemetry=false",
         f"-debug.port={ports[-1]}",
         "-master.volumeSizeLimitMB=256", "-volume.max=100", "-volume.preStopSeconds=0", *options,

@@ -57,7 +57,16 @@ def run_server(program: str, folder: Path) -> Iterator[ObjectServer]:
         )
     )
     ports = _find_ports(2 * len(_PORTS) + 1)
-    command = [program, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder / 'data'}", "-s3"]
+    # To stderr: otherwise it leaves its logs in the folder for temporary files.
+    command = [
+        program,
+        "-logtostderr=true",
+        "server",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        f"-dir={folder / 'data'}",
+        "-s3",
+    ]
     command += [f"-s3.config={config}", "-s3.iam=false", "-master.telemetry=false", f"-debug.port={ports[-1]}"]
     command += ["-s3.port.lance=0", "-s3.port.iceberg=0", "-master.volumeSizeLimitMB=64", "-volume.max=100"]
     command += [f"-{name}={port}" for name, port in zip(_PORTS, ports, strict=False)]
